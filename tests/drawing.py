@@ -1,7 +1,7 @@
 """Which cases of a test marked `drawn` the small tier takes: as the seed of the commit has it, so that each comes up in time.
 
 `drawn(n)` takes n of its cases. `drawn(n, "family")` takes n or more, so that each value of the parameter `family` is among them.
-`drawn(n, group="kernels")` takes n of all cases of all tests of that group.
+`drawn(group="kernels")` takes as many of all cases of the tests of that group as `GROUPS` says.
 """
 
 from __future__ import annotations
@@ -10,11 +10,20 @@ import random
 
 import pytest
 
-SEARCHES = 4
-"""So many tests that search the layouts of a large job the small tier draws."""
-COMMANDS = 3
-"""So many tests that start ranks by the command and disturb them the small tier draws. A run that suffers every kind of fault is
-always in it (tests/chaos)."""
+GROUPS = {
+    "commands": 4,
+    "dry ranks": 4,
+    "fp8": 2,
+    "kernels": 3,
+    "laws": 2,
+    "outer": 2,
+    "preparation": 2,
+    "resharding": 3,
+    "searches": 5,
+}
+"""How many of its tests the small tier takes of a group: tests that start ranks by the command or disturb them (a run that suffers
+every kind of fault is always there), dry ranks beside their plan, kernels in the interpreter, fits of laws, searches of large
+jobs, …"""
 
 
 def cases_not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
@@ -22,12 +31,12 @@ def cases_not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
         if mark := item.get_closest_marker("drawn"):
-            groups.setdefault(mark.kwargs.get("group") or item.nodeid.partition("[")[0], []).append(item)
+            groups.setdefault(mark.kwargs.get("group", item.nodeid.partition("[")[0]), []).append(item)
     left_out: set[pytest.Item] = set()
     for name, cases in groups.items():
         mark = cases[0].get_closest_marker("drawn")
         assert mark is not None
-        count, *each = mark.args
+        count, *each = mark.args or [GROUPS[name]]
         random.Random(f"{seed} {name}").shuffle(cases)
         seen: set[tuple[str, str]] = set()
         first, more = [], []

@@ -12,9 +12,6 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-DRAWN_KERNELS = 3
-"""So many files of kernels the small tier draws; the interpreter takes ten seconds for some of them."""
-
 
 class Interpreter:
     """The process, started when a test first asks."""

@@ -128,6 +128,7 @@ def test_a_plan_is_the_command_s(run_file: Path, capsys: pytest.CaptureFixture[s
     assert plan.notes[0].startswith("not set in the run, taken from the preset")
 
 
+@pytest.mark.drawn(group="searches")
 def test_a_search_is_the_command_s(run_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["plan", str(run_file), "--layout=auto", "--json", "--keep", "4"]) == 0
     printed = json.loads(capsys.readouterr().out)

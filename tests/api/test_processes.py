@@ -24,6 +24,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[shardwise.Run, Path]
     return run, folder / "run"
 
 
+@pytest.mark.drawn(group="commands")
 def test_a_run_is_trained_and_served(tiny: tuple[shardwise.Run, Path], capfd: pytest.CaptureFixture[str]) -> None:
     run, out = tiny
     trained = shardwise.train(run, out)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from campaign import KINDS, ROOT, RUN, campaign_run, losses, plan_faults
-from drawing import COMMANDS
 
 from shardwise.run import read_run
 from shardwise.train.faults.goodput import read_events
@@ -79,7 +78,7 @@ def machine(folder: Path, port: int, *more: str) -> subprocess.Popen[str]:
         return subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=said, text=True)
 
 
-@pytest.mark.drawn(COMMANDS, group="commands")
+@pytest.mark.drawn(group="commands")
 def test_with_fewer_machines_a_run_goes_on_with_another_layout(tmp_path: Path) -> None:
     port, steps = free_port(), 40
     stays = machine(tmp_path, port, f"--train.steps={steps}")

@@ -59,6 +59,7 @@ def tuned(base: Path, layout: dict[str, Any] | None = None, kind: str = "lora", 
     return cases.make_run("mixture", layout or {}, layers=2, adapter=kind, weights=str(base), steps=LAST, **train)
 
 
+@pytest.mark.drawn(group="resharding")
 def test_it_resumes_bit_for_bit_and_on_another_layout(ranks: RankPool, tmp_path: Path, base: Path) -> None:
     run = tuned(base, microbatch=2)
     want = unbroken(0, run)

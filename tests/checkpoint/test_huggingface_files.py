@@ -167,6 +167,7 @@ print(mebibytes("VmHWM") - start)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read as Linux tells it")
+@pytest.mark.drawn(group="resharding")
 def test_memory_stays_near_one_shard(tmp_path: Path) -> None:
     keys = {"hidden_size": 512, "num_hidden_layers": 3, "intermediate_size": 1024, "vocab_size": 1000}
     config = transformers.MixtralConfig(**GROUPED | keys | {"num_local_experts": 8})

@@ -62,6 +62,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("pair", [0, *marked])
 
 
+@pytest.mark.drawn(group="resharding")
 def test_random_pairs_of_layouts(ranks: RankPool, tmp_path: Path, pair: int, request: pytest.FixtureRequest) -> None:
     generator = random.Random(f"{request.config.getoption('--seed')} {pair}")
     world = 4 if pair < 2 or pair % 4 else 8
@@ -82,7 +83,7 @@ def test_random_pairs_of_layouts(ranks: RankPool, tmp_path: Path, pair: int, req
     ],
     ids=str,
 )
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="resharding")
 def test_expert_ranks_and_pipeline_depths(ranks: RankPool, tmp_path: Path, before: Layout, after: Layout) -> None:
     assert_moves(ranks, tmp_path, "mixture", "muon", (before, {}), (after, {}))
 
@@ -153,6 +154,7 @@ def test_each_element_is_written_once_and_ranks_share_the_work(ranks: RankPool, 
     assert max(written) < 1.3 * sum(written) / 4
 
 
+@pytest.mark.drawn(group="resharding")
 def test_large_shards_are_divided_among_the_ranks_that_hold_them(ranks: RankPool) -> None:
     run = cases.make_run("mixture", dict(shard=2, tensor=2, replicate=2, expert=2, zero=2), layers=2)
     everyone = ranks.run(8, shard_boxes, run, 1024)

@@ -51,7 +51,7 @@ LAYOUTS: list[Any] = [
 
 
 @pytest.mark.parametrize(("layout", "keys"), LAYOUTS, ids=str)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_a_stopped_run_is_the_unbroken_one_bit_for_bit(
     ranks: RankPool, tmp_path: Path, layout: dict[str, Any], keys: dict[str, Any]
 ) -> None:
@@ -71,6 +71,7 @@ def test_a_stopped_run_is_the_unbroken_one_bit_for_bit(
     assert all(torch.equal(a.get(name), b.get(name)) for name in a.names)
 
 
+@pytest.mark.drawn(group="resharding")
 def test_weights_saved_by_several_ranks_are_read_and_converted_as_one(ranks: RankPool, tmp_path: Path) -> None:
     run = make_run(layout=dict(tensor=2, shard=2), dtype="float64", steps=2)
     open_data(run)

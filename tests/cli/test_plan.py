@@ -130,6 +130,7 @@ def test_planning_needs_no_torch(run_file: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.drawn(group="searches")
 def test_auto_on_the_command_line_frees_what_the_file_says(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def searched(*words: str) -> dict[str, int]:
         assert main(["plan", str(run_file), "--json", "--keep=20", *words]) == 0
@@ -157,6 +158,7 @@ def test_a_chip_without_published_runs_has_a_wider_interval(capsys: pytest.Captu
     assert width("--cluster.chip=tpu-v5p") - 1 > 1.1 * (width("--cluster.chip=h100") - 1)
 
 
+@pytest.mark.drawn(group="searches")
 def test_every_number_of_devices_is_shown_or_told(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     many = ["plan", str(run_file), "--layout=auto", "--model.preset=llama3-70b", "--devices", "8,64,128", "--keep", "1"]
     assert main(many) == 0

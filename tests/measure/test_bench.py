@@ -120,6 +120,7 @@ def test_bus_bandwidth_follows_nccl_tests() -> None:
     assert bus_factor("broadcast", 4) == bus_factor("send", 4) == 1.0
 
 
+@pytest.mark.drawn(group="commands")
 def test_collectives_of_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "profile.json"
     command = ["bench", "--only", "collectives", "--ranks", "2", "--quick", "--seconds", "2", "--device", "cpu"]

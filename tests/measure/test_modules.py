@@ -47,7 +47,7 @@ def counted(run: Run, *count: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("model", "layout"), DRY, ids=str)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="dry ranks")
 def test_modules_add_up_to_the_plan(model: str, layout: Layout) -> None:
     data = layout.get("shard", 1)
     stages = layout.get("pipeline", 1)

@@ -61,7 +61,7 @@ def large_run(preset: str, **train: Any) -> Run:
         ("deepseek-v3", 0),
     ],
 )
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="dry ranks")
 def test_large_models_start_in_the_memory_of_their_shards(preset: str, rank: int) -> None:
     run = large_run(preset)
     memory = start_memory(run, rank % run.layout.world)
@@ -79,7 +79,7 @@ def test_large_models_start_in_the_memory_of_their_shards(preset: str, rank: int
     ],
     ids=str,
 )
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="dry ranks")
 def test_so_do_other_ways_to_train_them(layout: dict[str, Any], train: dict[str, Any]) -> None:
     run = large_run("llama3-405b", **train)
     memory = start_memory(replace(run, layout=replace(run.layout, **layout)), 200)
@@ -93,7 +93,7 @@ def started(rank: int, run: Run, block: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("model", "layout"), [("mixture", dict(shard=2, expert=2)), ("tied", dict(tensor=2))], ids=str)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="dry ranks")
 def test_real_ranks_need_what_is_counted(
     ranks: RankPool, monkeypatch: pytest.MonkeyPatch, model: str, layout: dict[str, Any]
 ) -> None:

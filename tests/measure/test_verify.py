@@ -62,7 +62,7 @@ def check(verdict: Verdict, run: Run) -> None:
 
 
 @pytest.mark.parametrize(("model", "layout"), DRY, ids=str)
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 def test_dry_ranks_are_as_planned(model: str, layout: Layout) -> None:
     batch = (4 if layout.get("pipeline", 1) > 1 else 2) * layout.get("shard", 1)
     run = cases.make_run(model, layout, **cases.layers_for(layout), global_batch=batch, microbatch=1)
@@ -70,7 +70,7 @@ def test_dry_ranks_are_as_planned(model: str, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", [dict(recompute="full", shard=2), dict(tensor=2)], ids=str)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="dry ranks")
 def test_narrow_arithmetic_is_as_planned(layout: Layout) -> None:
     """Matrices are cast where they are used, also by a repeated pass that stops before the product."""
     sizes = dict(layers=2, global_batch=2 * layout.get("shard", 1), microbatch=1)
@@ -83,7 +83,7 @@ def test_narrow_arithmetic_is_as_planned(layout: Layout) -> None:
     [(layout, dtype) for layout in ({}, dict(pipeline=2), dict(shard=2)) for dtype in ("float64", "bfloat16")],
     ids=str,
 )
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="dry ranks")
 def test_a_loss_in_chunks_is_as_planned(layout: Layout, dtype: str) -> None:
     """It does the work of its backward pass in the forward pass, and keeps two gradients instead of all scores."""
     sizes = dict(layers=2, global_batch=2 * layout.get("shard", 1), microbatch=1)
@@ -106,7 +106,7 @@ def test_a_loss_in_chunks_is_as_planned(layout: Layout, dtype: str) -> None:
     ],
     ids=str,
 )
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="dry ranks")
 def test_muon_on_dry_ranks_is_as_planned(model: str, layout: Layout) -> None:
     batch = 2 * layout.get("shard", 1) * layout.get("replicate", 1)
     run = cases.make_run(model, layout, **cases.layers_for(layout), global_batch=batch, microbatch=1, optimizer="muon")
@@ -149,7 +149,7 @@ FEWER: list[tuple[str, Layout, int, tuple[int, ...]]] = [
 
 
 @pytest.mark.parametrize(("model", "layout", "microbatches", "ranks"), FEWER, ids=str)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="dry ranks")
 def test_a_few_microbatches_say_what_all_of_them_do(
     model: str, layout: Layout, microbatches: int, ranks: tuple[int, ...]
 ) -> None:
@@ -230,6 +230,7 @@ def test_a_plan_that_is_wrong_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "all gather" in capsys.readouterr().out
 
 
+@pytest.mark.drawn(group="commands")
 def test_ranks_that_differ_from_the_plan_are_no_failure(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(
@@ -309,7 +310,7 @@ ROUTED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model", "layout", "dtype"), ROUTED, ids=str)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(group="dry ranks")
 def test_a_mixture_moved_by_kernels_does_what_the_plan_says(
     monkeypatch: pytest.MonkeyPatch, model: str, layout: dict[str, Any], dtype: str
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted_kernels import DRAWN_KERNELS, Interpreter
+from interpreted_kernels import Interpreter
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -165,7 +165,7 @@ def test_sides_that_are_no_multiples_of_16_stay_in_16_bits(scaling: str, rows: i
     assert torch.equal(GEMMS[scaling]()(x, weight, bias), wide)
 
 
-@pytest.mark.drawn(DRAWN_KERNELS, group="kernels")
+@pytest.mark.drawn(group="kernels")
 def test_the_kernels_do_what_plain_operations_do(interpreter: Interpreter) -> None:
     interpreter.run(Path(__file__).with_name("fp8_kernels.py"))
 
@@ -222,7 +222,7 @@ def test_one_input_of_several_matrices_is_quantised_once(scaling: str) -> None:
 
 
 @pytest.mark.parametrize("scaling", GEMMS)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="fp8")
 def test_compiled_it_is_one_graph_that_gives_the_same_and_quantises_once(scaling: str) -> None:
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engines import FAMILIES, LONGEST, VOCAB, model_of
-from interpreted_kernels import DRAWN_KERNELS, Interpreter
+from interpreted_kernels import Interpreter
 
 from shardwise.measure.verify import random_batch
 from shardwise.model import Transformer, initialize
@@ -20,7 +20,7 @@ from shardwise.run.derive import derive_model
 from shardwise.train.step import TrainState
 
 
-@pytest.mark.drawn(DRAWN_KERNELS, group="kernels")
+@pytest.mark.drawn(group="kernels")
 def test_the_kernels(interpreter: Interpreter) -> None:
     interpreter.run(Path(__file__).with_name("invariant_kernels.py"))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted_kernels import DRAWN_KERNELS, Interpreter
+from interpreted_kernels import Interpreter
 
 from shardwise.model.loss import IGNORE_INDEX, ChunkedCrossEntropy, LinearCrossEntropy, cross_entropy_and_grad_reference
 
@@ -107,7 +107,7 @@ def test_without_gradients_nothing_is_made_but_the_loss() -> None:
     assert value.item() == pytest.approx(LinearCrossEntropy()(x, weight, targets).item())
 
 
-@pytest.mark.drawn(DRAWN_KERNELS, group="kernels")
+@pytest.mark.drawn(group="kernels")
 def test_the_kernel_does_what_plain_operations_do(interpreter: Interpreter) -> None:
     interpreter.run(Path(__file__).with_name("loss_kernels.py"))
 

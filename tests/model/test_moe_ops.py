@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted_kernels import DRAWN_KERNELS, Interpreter
+from interpreted_kernels import Interpreter
 
 from shardwise.model.moe_ops import has_fused_kernels
 from shardwise.model.router_gemm import in_parts, router_gemm
 
 
-@pytest.mark.drawn(DRAWN_KERNELS, group="kernels")
+@pytest.mark.drawn(group="kernels")
 def test_kernels_do_what_plain_operations_do(interpreter: Interpreter) -> None:
     interpreter.run(Path(__file__).with_name("moe_kernels.py"))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreted_kernels import DRAWN_KERNELS, Interpreter
+from interpreted_kernels import Interpreter
 
 from shardwise.model.paged import PagedBatch, PagedCache
 from shardwise.run import ModelConfig
@@ -14,7 +14,7 @@ from shardwise.run.derive import derive_model
 
 
 @pytest.mark.parametrize("what", ["attention", "latent", "gemm", "cut"])
-@pytest.mark.drawn(DRAWN_KERNELS, group="kernels")
+@pytest.mark.drawn(group="kernels")
 def test_the_kernels(what: str, interpreter: Interpreter) -> None:
     interpreter.run(Path(__file__).with_name("serving_kernels.py"), what)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreted_kernels import DRAWN_KERNELS, Interpreter
+from interpreted_kernels import Interpreter
 
 from shardwise.model import Transformer, initialize
 from shardwise.model.quantized.linear import QuantizedGemm, rounded_rows
@@ -23,7 +23,7 @@ FORMS = {**FORMATS, "symmetric": WeightFormat("int4", 32), "smoothed": SMOOTHED}
 
 
 @pytest.mark.parametrize("what", ["skinny", "tiles", "dequantize", "fp8"])
-@pytest.mark.drawn(DRAWN_KERNELS, group="kernels")
+@pytest.mark.drawn(group="kernels")
 def test_the_kernels(what: str, interpreter: Interpreter) -> None:
     interpreter.run(Path(__file__).with_name("quantized_kernels.py"), what)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreted_kernels import DRAWN_KERNELS, Interpreter
+from interpreted_kernels import Interpreter
 from torch import Tensor
 
 from shardwise.parallel.blockwise import KERNELS, Blockwise, attend_block, merge, row_bounds
@@ -119,7 +119,7 @@ def test_in_bfloat16_they_err_as_one_device_does(attend: object) -> None:
     assert (mine - exact[:, order]).square().mean().sqrt() <= 1.1 * usual
 
 
-@pytest.mark.drawn(DRAWN_KERNELS, group="kernels")
+@pytest.mark.drawn(group="kernels")
 def test_the_kernel_does_what_plain_arithmetic_does(interpreter: Interpreter) -> None:
     """tests/cuda has it on a GPU."""
     interpreter.run(KERNEL)

@@ -120,7 +120,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("drawn", LAYOUTS, ids=lambda drawn: f"{drawn[0]} {drawn[1]}")
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_layouts_send_and_keep_what_the_plan_says(
     ranks: RankPool, drawn: tuple[str, dict[str, Any], dict[str, Any]]
 ) -> None:

@@ -74,7 +74,7 @@ SHARDED: list[Any] = [
 
 
 @pytest.mark.parametrize(("fp8", "layout", "train"), SHARDED, ids=str)
-@pytest.mark.drawn(2, "fp8")
+@pytest.mark.drawn(group="fp8")
 def test_shards_give_the_numbers_of_the_whole(ranks: RankPool, fp8: str, layout: Layout, train: dict[str, Any]) -> None:
     run = make_run(layout, fp8, **train)
     want = alone(fp8, **{key: value for key, value in train.items() if key != "compile"})
@@ -89,7 +89,7 @@ def test_shards_give_the_numbers_of_the_whole(ranks: RankPool, fp8: str, layout:
 
 
 @pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="fp8")
 def test_tensor_ranks_have_scales_of_their_own(ranks: RankPool, fp8: str) -> None:
     layout = dict(tensor=2, shard=2) if fp8 == "rowwise" else dict(tensor=4)  # four are more than the key/value heads
     for got in ranks.run(4, trained, make_run(layout, fp8)):
@@ -121,7 +121,7 @@ PLANNED: list[Any] = [
 
 
 @pytest.mark.parametrize(("fp8", "model", "layout"), PLANNED, ids=str)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="fp8")
 def test_plan_equals_run(ranks: RankPool, fp8: str, model: str, layout: Layout) -> None:
     run = make_run(layout, fp8, model)
     verdicts = ranks.run(run.layout.world, verified, run) if run.layout.world > 1 else [verified(0, run)]

@@ -39,7 +39,7 @@ def train(rank: int, run: Run) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=str)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="outer")
 def test_replicas_train_as_a_loop_over_them(ranks: RankPool, model: str, layout: dict[str, Any]) -> None:
     run = make(model, layout)
     losses, weights = outer_reference.simulated(run)
@@ -53,7 +53,7 @@ def test_replicas_train_as_a_loop_over_them(ranks: RankPool, model: str, layout:
 
 
 @pytest.mark.parametrize(("model", "layout"), [LAYOUTS[n] for n in (0, 2, 4)], ids=str)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="outer")
 def test_they_send_and_keep_what_the_plan_says(ranks: RankPool, model: str, layout: dict[str, Any]) -> None:
     """In the mean of a round."""
     run = make(model, layout)
@@ -77,7 +77,7 @@ def resumed(rank: int, run: Run, out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stop", [2, 3])
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="outer")
 def test_each_replica_goes_on_with_its_own(ranks: RankPool, tmp_path: Path, stop: int) -> None:
     """Between two exchanges, and while one is underway."""
     run = make("dense", dict(replicate=2, sync_every=2, sync_fragments=2, sync_overlap=1, compress="int8"), layers=2)

@@ -15,6 +15,7 @@ from shardwise.plan.published.validate import predict
 PAGE = Path(__file__).parents[2] / "docs" / "gallery.md"
 
 
+@pytest.mark.drawn(group="searches")
 def test_the_page_is_what_the_command_makes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gallery", "--markdown"]) == 0
     assert capsys.readouterr().out == PAGE.read_text("utf-8"), "shardwise gallery --markdown > docs/gallery.md"

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from drawing import SEARCHES
 
 from shardwise.cli.main import main
 from shardwise.plan.plan import plan
@@ -92,7 +91,7 @@ SECTIONS: dict[str, Any] = dict(
 ANSWERS = dict(kind="grpo", rewards=["r.py:f"], group=8, completion_tokens=512)
 
 
-@pytest.mark.drawn(SEARCHES, group="searches")
+@pytest.mark.drawn(group="searches")
 def test_a_search_counts_the_answers() -> None:
     """What trains fastest leaves no room for the engine here: those that are found do, in the order of all that a step takes."""
     trained = search(run_from_dict(SECTIONS), keep=1).best

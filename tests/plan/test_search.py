@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawing import SEARCHES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -174,7 +173,7 @@ def test_screening_is_near_the_plan(run: Run, devices: int) -> None:
     assert min(rooms) > LEAST_MEMORY_OF_MANY  # what is leaner than screened could be missed
 
 
-@pytest.mark.drawn(SEARCHES, group="searches")
+@pytest.mark.drawn(group="searches")
 def test_the_best_of_all_is_found() -> None:
     run = auto("qwen2.5-0.5b", layout=dict(auto=True, replicate=1), global_batch=16, seq_len=2048, microbatch=1)
     run = replace(run, cluster=replace(run.cluster, devices_per_node=4))
@@ -212,7 +211,7 @@ def test_fixed_keys_stay_and_a_resolved_run_is_a_run() -> None:
     assert all("→" in change and "GiB" in change for change in result.next_changes)
 
 
-@pytest.mark.drawn(SEARCHES, group="searches")
+@pytest.mark.drawn(group="searches")
 def test_several_numbers_of_devices_share_a_front() -> None:
     result = search(auto("llama3-8b", nodes=2), devices=[8, 16], keep=6)
     worth = [p.account.step_seconds * p.run.layout.world for p in result.ranking]
@@ -261,7 +260,7 @@ def test_nonsense_is_refused_with_all_reasons() -> None:
         search(auto("llama3-8b", layout=dict(auto=True, tensor=3, pipeline=5), nodes=1))
 
 
-@pytest.mark.drawn(SEARCHES, group="searches")
+@pytest.mark.drawn(group="searches")
 def test_what_a_layout_decides_is_settled_before_layouts_are_compared() -> None:
     """GPUs compile by themselves; a compiled layer is repeated whole or not at all, and does not defer its weight gradients."""
 

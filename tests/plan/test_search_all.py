@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from all_layouts import MANY, Planned, draw_job, front, planned
-from drawing import SEARCHES
 
 from shardwise.plan.plan import plan
 from shardwise.plan.search import SearchResult, search
@@ -90,7 +89,7 @@ def auto(preset: str, nodes: int, layout: Any = "auto", **train: Any) -> Run:
     return run_from_dict(dict(model=dict(preset=preset), layout=layout, train=train, cluster=cluster))
 
 
-@pytest.mark.drawn(SEARCHES, group="searches")
+@pytest.mark.drawn(group="searches")
 def test_a_layout_by_hand_is_not_faster_than_the_best() -> None:
     """Long sequences on many devices: without a pipeline the gradients of a step of one microbatch are reduced as they come, and
     need no room beside the activations."""
@@ -112,7 +111,7 @@ def test_a_layout_by_hand_is_not_faster_than_the_best() -> None:
             assert row.run.layout in ranked
 
 
-@pytest.mark.drawn(SEARCHES, group="searches")
+@pytest.mark.drawn(group="searches")
 def test_the_ranking_has_what_is_on_the_front() -> None:
     """A schedule of seven chunks fits, and one of ten that is faster does not; both differ in nothing else."""
     found = search(auto("llama3-70b", 32, seq_len=8192, global_batch=1024), keep=20)

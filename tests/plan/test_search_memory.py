@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from drawing import SEARCHES
 
 from shardwise.plan.cost.job import GIB, job_of
 from shardwise.plan.cost.memory import memory
@@ -38,7 +37,7 @@ LARGE = pytest.mark.large("rows far down a long ranking, and a search that begin
     ],
     ids=["mixtral-8x7b", "mixtral-8x22b", "llama3-8b"],
 )
-@pytest.mark.drawn(SEARCHES, group="searches")
+@pytest.mark.drawn(group="searches")
 def test_every_row_has_the_memory_of_its_plan(run: Run, keep: int) -> None:
     found = search(run, keep=keep)
     assert len(found.ranking) == keep  # others took the place of those that fell away
@@ -77,7 +76,7 @@ def test_whole_experts_are_dealt_out() -> None:
         assert estimated == pytest.approx(counted, rel=0.03)
 
 
-@pytest.mark.drawn(SEARCHES, group="searches")
+@pytest.mark.drawn(group="searches")
 def test_every_number_of_devices_has_a_layout_or_a_reason() -> None:
     found = search(auto("llama3-70b", 1, global_batch=128), devices=[8, 64, 128], keep=1)
     assert {row.run.layout.world for row in found.ranking} == {64, 128}
@@ -92,7 +91,7 @@ def test_every_number_of_devices_has_a_layout_or_a_reason() -> None:
     assert illegal.without == {296: "no layout is legal on 296 devices"}
 
 
-@pytest.mark.drawn(SEARCHES, group="searches")
+@pytest.mark.drawn(group="searches")
 def test_what_is_spent_on_activations_pushes_no_number_of_devices_out() -> None:
     run = auto("mixtral-8x22b", 16)
     found = search(run, devices=[128, 256], keep=2)

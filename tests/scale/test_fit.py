@@ -60,6 +60,7 @@ def test_the_law_is_found_again_from_every_start() -> None:
         assert found[name]["value"] == pytest.approx(value, rel=1e-3)
 
 
+@pytest.mark.drawn(group="laws")
 def test_intervals_hold_the_truth_and_points_far_off_are_left_out() -> None:
     points = made()
     points.loss[3] *= 1.3
@@ -94,6 +95,7 @@ def csv_of(folder: Path, points: Points) -> Path:
     return path
 
 
+@pytest.mark.drawn(group="laws")
 def test_fit_and_predict_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = csv_of(tmp_path, made()), tmp_path / "fit.json"
     fast = ("--starts", "5", "--resampled", "20")

@@ -47,6 +47,7 @@ def test_rungs_are_smaller_kin_within_the_budget(keys: dict[str, int]) -> None:
     assert {rung.run.train.lr for rung in same} == {4e-3}
 
 
+@pytest.mark.drawn(group="laws")
 def test_a_ladder_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "target.toml"
     path.write_text(to_toml(run_from_dict(TARGET)))
@@ -76,6 +77,7 @@ def test_a_ladder_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "give more" in capsys.readouterr().err
 
 
+@pytest.mark.drawn(group="laws")
 def test_the_three_approaches_find_the_exponent() -> None:
     law = LAWS["besiroglu2024"]
     flops = np.repeat(10.0 ** np.arange(18, 23), 15)
@@ -89,6 +91,7 @@ def test_the_three_approaches_find_the_exponent() -> None:
     assert found["envelope"].value == pytest.approx(want, abs=0.04)
 
 
+@pytest.mark.drawn(group="laws")
 def test_the_worth_of_repeated_data_is_found_again() -> None:
     law = LAWS["muennighoff2023"]
     params = np.repeat([1e8, 3e8, 1e9, 3e9], 4)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drawing import SEARCHES
 
 from shardwise.cli.main import main
 from shardwise.plan.cost.flops import parameters
@@ -78,7 +77,7 @@ def test_step_law_at_a_published_size() -> None:
     assert 0.9e6 < batch < 1.3e6
 
 
-@pytest.mark.drawn(SEARCHES, group="searches")
+@pytest.mark.drawn(group="searches")
 def test_budget_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.toml"
     assert main(["budget", "--gpu-hours", "500", "--chip", "h100", "--json", "--out", str(path)]) == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from interpreted_kernels import DRAWN_KERNELS, Interpreter
+from interpreted_kernels import Interpreter
 from torch import Tensor
 
 from shardwise.serve.request import Sampling
@@ -118,6 +118,6 @@ def test_thresholds_of_random_rows_are_brute_forces() -> None:
         assert (row >= found[0] - 1e-6).tolist() == kept.tolist()
 
 
-@pytest.mark.drawn(DRAWN_KERNELS, group="kernels")
+@pytest.mark.drawn(group="kernels")
 def test_the_kernels_draw_the_same(interpreter: Interpreter) -> None:
     interpreter.run(Path(__file__).parents[1] / "model" / "serving_kernels.py", "sample")

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from drawing import COMMANDS
 from tiny_run import tiny_run, tiny_toml
 
 from shardwise.run import UserError, read_run
@@ -87,7 +86,7 @@ def until_steps(process: subprocess.Popen[str], said: str = "step ") -> None:
             return
 
 
-@pytest.mark.drawn(COMMANDS, group="commands")
+@pytest.mark.drawn(group="commands")
 def test_a_rank_that_dies_takes_the_others_down_with_one_message(tmp_path: Path) -> None:
     process = shardwise(
         tmp_path,
@@ -125,7 +124,7 @@ def test_a_rank_dies_with_its_command_even_while_it_is_stopped() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
-@pytest.mark.drawn(COMMANDS, group="commands")
+@pytest.mark.drawn(group="commands")
 def test_a_mistake_that_a_rank_finds_is_one_sentence_and_no_restart(tmp_path: Path) -> None:
     process = shardwise(tmp_path, "--out=out", "--layout.shard=2", "--train.lr=1e200", "--train.clip=0")
     _, err = process.communicate(timeout=120)

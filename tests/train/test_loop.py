@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from drawing import COMMANDS
 from tiny_run import tiny_run
 
 from shardwise.checkpoint.reader import open_checkpoint
@@ -224,7 +223,7 @@ def test_durations_and_curves_read_well() -> None:
         "> /dev/full",
     ],
 )
-@pytest.mark.drawn(COMMANDS, group="commands")
+@pytest.mark.drawn(group="commands")
 def test_a_run_goes_on_where_nobody_reads(where: str, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(to_toml(make_run()))
     command = f"{sys.executable} -m shardwise train r.toml --out out {where}; exit ${{PIPESTATUS[0]}}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreted_kernels import DRAWN_KERNELS, Interpreter
+from interpreted_kernels import Interpreter
 
 from shardwise.run import TrainConfig, run_from_dict
 from shardwise.train.optimizer import orthogonalize
@@ -93,6 +93,6 @@ def test_learning_rate_follows_each_schedule() -> None:
     assert course(schedule="wsd", decay=0.4)[7] == pytest.approx(0.55)
 
 
-@pytest.mark.drawn(DRAWN_KERNELS, group="kernels")
+@pytest.mark.drawn(group="kernels")
 def test_the_kernel_of_adamw_does_what_pytorchs_does(interpreter: Interpreter) -> None:
     interpreter.run(Path(__file__).with_name("adamw_kernels.py"))

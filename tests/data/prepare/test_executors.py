@@ -40,6 +40,7 @@ print(f"{{len(calls)}};cluster")
 """
 
 
+@pytest.mark.drawn(group="preparation")
 def test_slurm_arrays(
     corpus: Path, written: Read, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +85,7 @@ def dying(folder: str, work: str, digest: str, stage: str, number: int) -> list[
 REAL = executors.attempt
 
 
+@pytest.mark.drawn(group="preparation")
 def test_workers_make_no_difference_and_are_replaced_when_they_die(
     corpus: Path, written: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:

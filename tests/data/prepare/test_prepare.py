@@ -69,6 +69,7 @@ def text_at(corpus: Path, name: str) -> str:
         return json.loads(source.readline())["text"]
 
 
+@pytest.mark.drawn(group="preparation")
 def test_a_kill_at_any_task_loses_nothing(corpus: Path, written: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     do(corpus, "whole")
     real = stages.perform
@@ -95,6 +96,7 @@ def test_a_kill_at_any_task_loses_nothing(corpus: Path, written: Read, monkeypat
     assert do(corpus, "killed")["already"]
 
 
+@pytest.mark.drawn(group="preparation")
 def test_a_kill_in_the_middle_of_a_task(corpus: Path, written: Read) -> None:
     """A process that dies without any cleaning up, in the middle of writing."""
     do(corpus, "whole")

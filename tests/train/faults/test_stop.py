@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import stops
-from drawing import COMMANDS
 from test_guard import losses, make_run
 
 from shardwise.checkpoint.folder import complete
@@ -112,7 +111,7 @@ def catches(process: int, number: signal.Signals) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("group", [False, True])
-@pytest.mark.drawn(COMMANDS, group="commands")
+@pytest.mark.drawn(group="commands")
 def test_a_stop_while_modules_are_imported_is_one_sentence(tmp_path: Path, number: signal.Signals, group: bool) -> None:
     process = started(tmp_path, "--layout.shard=2")
     deadline = time.monotonic() + 60
@@ -126,7 +125,7 @@ def test_a_stop_while_modules_are_imported_is_one_sentence(tmp_path: Path, numbe
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.drawn(COMMANDS, group="commands")
+@pytest.mark.drawn(group="commands")
 def test_a_stop_while_ranks_start_is_not_lost(tmp_path: Path, number: signal.Signals) -> None:
     """Ranks exist, and none has come to its first step: some are in the middle of joining a process group."""
     process = started(tmp_path, "--layout.shard=2")
