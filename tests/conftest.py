@@ -26,6 +26,8 @@ from hypothesis import settings
 from interpreted_kernels import Interpreter
 from parallel_pool import RankPool
 
+EXAMPLES = 40
+"""The most that a property test draws in the small tier."""
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=15)
 settings.register_profile("thorough", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -118,6 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("large")])
         items[:] = [item for item in items if not item.get_closest_marker("large")]
         if not config.option.keyword and not any("::" in argument for argument in config.args):
+            fewer_examples(items)
             left_out = cases_not_drawn(items, config.option.seed)
             config.hook.pytest_deselected(items=[item for item in items if item in left_out])
             items[:] = [item for item in items if item not in left_out]
@@ -127,6 +130,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return file_of(item) + ".py" == SPREAD, early
 
     items.sort(key=order)
+
+
+def fewer_examples(items: list[pytest.Item]) -> None:
+    """Property tests that ask for many examples get them in the large tier."""
+    for item in items:
+        test = getattr(item, "obj", None)
+        asked = getattr(test, "_hypothesis_internal_use_settings", None)
+        if asked is not None and asked.max_examples > EXAMPLES:
+            test._hypothesis_internal_use_settings = settings(asked, max_examples=EXAMPLES)  # type: ignore[union-attr]
 
 
 @pytest.hookimpl(trylast=True)
