@@ -2,7 +2,7 @@
 must compute what one process computes, to 1e-9 in float64, and do what its plan says, to the last operation, message and byte.
 
     python tests/chaos/equalities.py [--what objectives adapters grpo resumes] [--count N] [--draws 40] [--seed 1] [--at-once 2]
-                                     [--only CASE …]
+                                     [--seconds S] [--only CASE …]
 
 `grpo` runs whole rounds of answers, rewards and steps with every variant and adapter; `resumes` stops each objective and adapter
 on a drawn layout and takes it up again: on the same layout bit for bit, on another as one process. Only what is wrong is printed,
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import multiprocessing
 import os
 import random
 import sys
 import tempfile
+import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
@@ -273,9 +275,9 @@ def compare(seed: int, what: str, subject: str, number: int) -> str:
     return ""
 
 
-def campaign(seed: int, chosen: list[tuple[str, str, int]], at_once: int) -> Counter[str]:
-    """Compare, so many at a time; counts of what came of them."""
-    met = Counter[str]()
+def campaign(seed: int, chosen: list[tuple[str, str, int]], at_once: int, seconds: float) -> Counter[str]:
+    """Compare, so many at a time, until the time is over; counts of what came of them."""
+    met, end = Counter[str](), time.monotonic() + seconds
     with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
         waiting = {pool.submit(compare, seed, *case): case[0] for case in chosen}
         for each in as_completed(waiting):
@@ -283,6 +285,10 @@ def campaign(seed: int, chosen: list[tuple[str, str, int]], at_once: int) -> Cou
             met[f"{waiting[each]} {'refused' if said.startswith('-') else 'failed' if said else 'passed'}"] += 1
             if said:
                 print(said, flush=True)
+            if time.monotonic() > end:
+                pool.shutdown(wait=False, cancel_futures=True)
+                met["not compared"] = len(chosen) - met.total()
+                break
     return met
 
 
@@ -294,13 +300,14 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=40, help="drawn layouts of each objective and adapter")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing more after so long")
     parser.add_argument("--only", nargs="+", metavar="CASE", help="what/subject/number, to repeat what was said")
     args = parser.parse_args()
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # of what PyTorch will change
     chosen = every_case(tuple(args.what), args.seed, args.draws)[: args.count]
     if args.only is not None:
         chosen = [(what, subject, int(number)) for what, subject, number in (one.split("/") for one in args.only)]
-    met = campaign(args.seed, chosen, args.at_once)
+    met = campaign(args.seed, chosen, args.at_once, args.seconds)
     for name, count in sorted(met.items()):
         print(f"{name}: {count}")
     return 1 if any(name.endswith("failed") for name in met) else 0
