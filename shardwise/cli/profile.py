@@ -43,13 +43,13 @@ def execute(args: argparse.Namespace) -> int:
             raise UserError(Problem("at least one step is needed", f"--{key}", "command line"))
     ranks = chosen_ranks(args.ranks, run.layout.world)
     folder = args.out or Path("runs") / run.name / "profile"
-    from shardwise.data.open import open_data
     from shardwise.measure.profile import prepare_folder
+    from shardwise.tune.source import source_of
 
     environment = rank_environment(os.environ)
     launch.check_here(run, environment)
     if environment is None:
-        open_data(run)  # report what is wrong with the data once, not on every rank
+        source_of(run)  # report what is wrong with the data once, not on every rank
         prepare_folder(folder)
         # Also for a single rank, so that the profiler's own messages go to a log.
         return launch.start_local(_rank_arguments(args, folder), run.layout.world, folder / "logs")

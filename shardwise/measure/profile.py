@@ -1,7 +1,8 @@
 """Records a few steps of a run with PyTorch's profiler, on all ranks or some, together with what a reader needs to explain them:
 the run, its plan, the schedule, the process groups of each axis, the traffic, and clock readings that align the ranks.
 
-The steps are those of `shardwise train`, on the run's own data. A profile is a folder:
+The steps are those of `shardwise train`, on the run's own data; where a run learns from its own answers, they are made between the
+steps, in spans named `rollouts`. A profile is a folder:
 
     profile.json            what was recorded (`manifest`)
     run.toml, plan.json     the run, resolved, and its plan
@@ -29,7 +30,6 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardwise import __version__
 from shardwise.data.batches import Batch
-from shardwise.data.open import open_data
 from shardwise.hardware.chips import chip_of_driver_name
 from shardwise.ledger import AXIS_OF
 from shardwise.measure.allocator import allocator_history
@@ -42,9 +42,10 @@ from shardwise.plan.cost.flops import CONVENTION, training_flops
 from shardwise.plan.plan import plan
 from shardwise.plan.trainer.work import CONVENTION as HARDWARE
 from shardwise.run import Problem, Run, UserError, counted, to_dict, to_toml
-from shardwise.train.source import batches
+from shardwise.train.source import Source
 from shardwise.train.speed import peak_flops
 from shardwise.train.step import TrainState
+from shardwise.tune.source import source_of
 
 VERSION = 1
 CLOCK_READINGS = 5
@@ -93,17 +94,18 @@ def prepare_folder(folder: Path) -> None:
 
 def record(run: Run, folder: Path, recording: Recording, progress: Progress = lambda what: None) -> TrainState:
     """Record the run into a folder that `prepare_folder` created. Every rank calls this."""
-    data = open_data(run)
+    source = source_of(run)
     train_state = TrainState(run)
+    source.attach(train_state, progress, lambda done: None)
     rank = train_state.mesh.rank
     first, last = recording.warmup + 1, recording.warmup + recording.steps
-    remaining = batches(data.train, train_state, last + (3 if recording.modules else 1))
+    remaining = source.batches(last + (3 if recording.modules else 1))
     progress(f"{counted(recording.warmup, 'step')} to warm up")
     for _ in range(recording.warmup - 1):
         _step(train_state, next(remaining))
     clocks = _read_clocks(train_state)
     progress(f"{counted(recording.steps, 'step')} under the profiler")
-    measured = _record_steps(train_state, remaining, folder, recording)
+    measured = _record_steps(train_state, remaining, folder, recording, source)
     clocks += _read_clocks(train_state)
     progress("one more step to count memory")
     owners = measure_memory(train_state, next(remaining))
@@ -126,6 +128,8 @@ def record(run: Run, folder: Path, recording: Recording, progress: Progress = la
         (folder / "run.toml").write_text(to_toml(run))
         (folder / "plan.json").write_text(json.dumps(planned(run, train_state.device)))
         described = manifest(train_state, recording, first, every)
+        if any(measured.figures):
+            described["batches"] = measured.figures
         if recording.modules:
             known = ("pipeline_ranks", "peak_flops", "peak_source", "model_flops", "step_nanoseconds")
             shared = {key: described[key] for key in known}
@@ -155,10 +159,12 @@ class RankRecord:
     allocator: dict[str, Any] = field(default_factory=dict)
     module_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     """Of a step, by module and direction."""
+    figures: list[dict[str, Any]] = field(default_factory=list)
+    """Of each step, what is known of its batch: of answers, what they are worth, and how fast they were made."""
 
 
 def _record_steps(
-    train_state: TrainState, remaining: Iterator[Batch], folder: Path, recording: Recording
+    train_state: TrainState, remaining: Iterator[Batch], folder: Path, recording: Recording, source: Source
 ) -> RankRecord:
     """Run the last warm-up step, with labels and the profiler on, and the recorded steps."""
     measured, path = RankRecord(), rank_file(folder, "ranks", train_state.mesh.rank)
@@ -170,11 +176,12 @@ def _record_steps(
             counter = stack.enter_context(labelled(train_state))
             measured.allocator = stack.enter_context(allocator_history(train_state))
         for number in range(recording.steps + 1):
-            with span("phase", "data"):
+            with span("phase", "rollouts" if train_state.run.objective.kind == "grpo" else "data"):
                 batch = next(remaining)
             nanoseconds = _step(train_state, batch)
             if number:
                 measured.nanoseconds.append(nanoseconds)
+                measured.figures.append(source.figures())
             elif recorded:
                 counter.reset()
             if recorded:

@@ -35,7 +35,7 @@ from shardwise.schedules import make_schedule
 from shardwise.train.objectives.grpo import random_answers
 from shardwise.train.step import TrainState
 
-TOLERANCE: dict[str, float] = {"work": 0.0, "traffic": 0.0, "memory": 0.01}
+TOLERANCE: dict[str, float] = {"work": 0.0, "traffic": 0.0, "memory": 0.01, "rollouts": 0.0}
 """Relative difference allowed between plan and run; an account that is not named is shown and not judged."""
 STATE = ("parameters", "gradients", "optimizer")
 PERSISTENT = (*STATE, "host")
@@ -56,11 +56,14 @@ class Verdict:
     actions: int
     microbatches: int = 0
     """How many were run where the others repeat them; 0 where all were."""
+    rollouts: tuple[Difference, ...] = ()
+    """Of a run that learns from its own answers: a round, planned and made."""
 
     def differences(self) -> list[Difference]:
         """Every quantity of both, the plan's first. Accounts are of one rank, and call it their first."""
         found = compare(self.planned, self.measured)
-        return [replace(d, name=d.name.replace("rank 0 ", f"rank {self.rank} ", 1)) for d in found]
+        named = [replace(d, name=d.name.replace("rank 0 ", f"rank {self.rank} ", 1)) for d in found]
+        return [*named, *self.rollouts]
 
     def beyond(self, tolerance: Mapping[str, float]) -> list[Difference]:
         """Those further apart than allowed; persistent memory has no tolerance."""
@@ -198,7 +201,12 @@ def verify_rank(run: Run, steps: int = 3) -> Verdict:
     # Saved activations depend on the device that ran, whatever chip the run names; only the time is that chip's.
     here = replace(run, train=replace(run.train, device=_kind(train_state.device)))
     expected = replace(planned(here, train_state.mesh.rank), step_seconds=planned_seconds(run))
-    return Verdict(train_state.mesh.rank, expected, account, same, actions)
+    verdict = Verdict(train_state.mesh.rank, expected, account, same, actions)
+    if run.objective.kind != "grpo":
+        return verdict
+    from shardwise.measure.rollouts import rollouts_against_plan  # which imports the engine
+
+    return replace(verdict, rollouts=tuple(rollouts_against_plan(train_state)))
 
 
 def _kind(device: torch.device) -> Literal["cpu", "cuda"]:

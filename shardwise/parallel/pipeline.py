@@ -34,6 +34,7 @@ from shardwise.parallel.observer import Observers
 from shardwise.parallel.saving import saving
 from shardwise.parallel.shard import reduce_deferred_gradients
 from shardwise.schedules import PASSES, Action, Message, Schedule, message_of, transfers
+from shardwise.schedules.make import cached_schedule
 from shardwise.torch_private import gathered_tensors, local_shard, sharded_groups
 
 
@@ -182,9 +183,7 @@ class Pipeline:
         self.stages = stages
         self.observers = observers
         self.scales = scales
-        self.schedule = schedule
-        forward = tuple(tuple(action for action in actions if action.kind == "F") for actions in schedule.ranks)
-        self.forward_only = replace(schedule, ranks=forward)
+        self._set_schedule(schedule)
         self.mesh = mesh
         self.sync_every, self.shards_parameters = zero > 1, zero == 3
         self.waiting: tuple[Message, int] | None = None  # what this rank waits for, and the rank that owes it
@@ -193,6 +192,11 @@ class Pipeline:
         self.handover: Handover | None = None
         self.executed: list[Action] = []
         self.times: list[tuple[float, float]] = []  # when the host began and ended each of them
+
+    def _set_schedule(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        forward = tuple(tuple(action for action in actions if action.kind == "F") for actions in schedule.ranks)
+        self.forward_only = replace(schedule, ranks=forward)
 
     def run(
         self, microbatches: list[Microbatch], like: Tensor, objective: Objective, factor: Tensor | float | None
@@ -206,6 +210,9 @@ class Pipeline:
             (), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device
         )
         self.microbatches, self.objective, self.factor = microbatches, objective, factor
+        if len(microbatches) != self.schedule.microbatches:
+            ranks, stages = len(self.schedule.ranks), self.schedule.stages
+            self._set_schedule(cached_schedule(self.schedule.name, ranks, len(microbatches), stages // ranks))
         self.scales.update()
         schedule = self.schedule if factor is not None else self.forward_only
         self.channel = P2PChannel(schedule, self.mesh, like)

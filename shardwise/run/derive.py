@@ -134,6 +134,8 @@ def must_launch(run: Run, *, gpu: bool) -> str:
         return "not with layout.offload, which moves parameters while it computes"
     if run.memory.hosts_optimizer:
         return "not with memory.optimizer = host, to which gradients go as they are made"
+    if run.objective.kind == "grpo" and run.objective.pack:
+        return "not with objective.pack, with which every step has another number of rows"
     if train.dtype == "float16":
         return "not in float16, whose loss scale changes from step to step"
     if model.experts and (train.dtype != "bfloat16" or model.expert_capacity > 0):

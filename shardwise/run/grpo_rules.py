@@ -32,5 +32,9 @@ def grpo_rules(run: Run) -> Iterator[Rule]:
     yield Rule(o.epsilon >= 1, "objective.epsilon", (), lambda: "has to be below 1: a ratio of probabilities is above 0")
     yield Rule(o.overlong_tokens > o.completion_tokens, "objective.overlong_tokens", ("objective.completion_tokens",),
                lambda: f"{o.overlong_tokens} is more than objective.completion_tokens = {o.completion_tokens}")
+    yield Rule(o.pack and train.invariant, "objective.pack", ("train.invariant",),
+               lambda: "sums up in another order than the engine does; leave it out, or train.invariant")
+    yield Rule(o.pack and run.memory.hosts_optimizer, "objective.pack", ("memory.optimizer",),
+               lambda: "computes another number of microbatches in every step, and memory.optimizer = host counts them")
     yield Rule(train.invariant and not run.serve.invariant, "train.invariant", ("serve.invariant",),
                lambda: "gives the bits of serve.invariant, which is off: the engine would draw by others; set both or none")

@@ -94,6 +94,10 @@ class ObjectiveConfig:
     overlong_tokens: int = key(
         0, "grpo: answers within so many tokens of the longest lose up to 1 of their reward (DAPO); 0: none do", least=0
     )
+    pack: bool = key(
+        False,
+        "grpo: put several answers into a row, which do not see each other, and compute as many rows as that takes",
+    )
     minibatches: int = key(1, "grpo: optimizer steps that the answers of one round are divided over", least=1)
     iterations: int = key(1, "grpo: how often each answer is learned from", least=1)
     asynchronous: bool = key(

@@ -71,7 +71,7 @@ class Engine:
         self.under_way: deque[UnderWay] = deque()
         self.outputs: list[Output] = []
         self.tables: list[list[int]] = [[] for _ in range(runner.sequences)]
-        self.computed_tokens = self.generated_tokens = 0
+        self.steps = self.computed_tokens = self.generated_tokens = 0
         self.constrained = 0
         """Answers that a grammar constrains."""
         self.drafter = drafter_of(settings, draft)
@@ -178,6 +178,7 @@ class Engine:
         rows = [self._row(step.chunks[n], n < step.decoding) for n in order]
         keeps = any(self._wants_prompt(chunk) for chunk in step.chunks[step.decoding :])
         launched = self.runner.launch(rows, self._masks(step, order), keeps)
+        self.steps += 1
         self.computed_tokens += step.tokens
         return UnderWay(step, order, launched)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from shardwise.data.batches import IGNORE_INDEX
 from shardwise.run import Run
 from shardwise.train.objectives.grpo import AnswerBatch, weights_of
 from shardwise.tune.advantages import group_advantages
+from shardwise.tune.packing import Packing
 from shardwise.tune.rollouts import Drawn
 
 Ints = NDArray[np.int64]
@@ -119,7 +121,12 @@ def exchange(own: Answers, prompts: int, group: int, device: torch.device) -> An
     return Answers(**made)
 
 
-def batch_of(answers: Answers, rows: Ints, run: Run, pad: int) -> AnswerBatch:
+def packing_of(answers: Answers, run: Run) -> Packing | None:
+    """How they are packed, where a run asks for it. The last token of an answer is only ever a target."""
+    return Packing(np.maximum(answers.prompts + answers.lengths - 1, 1), run) if run.objective.pack else None
+
+
+def batch_of(answers: Answers, rows: Ints, run: Run, pad: int, packing: Packing | None = None) -> AnswerBatch:
     """The batch of a step that learns from all `answers`, of which this rank has these rows."""
     group = run.objective.group
     advantages = group_advantages(answers.rewards.reshape(-1, group), run.objective.variant != "dr_grpo").ravel()
@@ -131,14 +138,23 @@ def batch_of(answers: Answers, rows: Ints, run: Run, pad: int) -> AnswerBatch:
     drawn = np.concatenate((answers.logprobs[:, 1:], np.zeros((len(answers), 1))), axis=1)
     tokens_in_all = max(1, int(inside.sum()))
     counted = tokens_in_all if run.objective.variant == "dapo" else max(1, int(answers.used.sum()))
-    own = inside[rows]
+
+    def own(values: NDArray[Any], fill: float = 0.0) -> NDArray[Any]:
+        return (values if packing is None else packing.lay(values, fill))[rows]
+
+    learned = None
+    if packing is not None:
+        learned = int(np.isin(packing.of_row[inside.any(axis=1)], rows).sum())
     return AnswerBatch(
-        tokens=np.where(answers.tokens < 0, pad, answers.tokens)[rows],
-        targets=np.where(inside, following, IGNORE_INDEX)[rows],
-        advantages=np.where(own, advantages[rows, None], 0.0),
-        weights=np.where(own, weights[rows, None], 0.0),
-        drawn=np.where(own, drawn[rows], 0.0),
-        old=answers.old[rows] if answers.old.size else None,
-        reference=answers.reference[rows] if answers.reference.size else None,
+        tokens=own(np.where(answers.tokens < 0, pad, answers.tokens), pad),
+        targets=own(np.where(inside, following, IGNORE_INDEX), IGNORE_INDEX),
+        positions=None if packing is None else packing.positions[rows],
+        documents=None if packing is None else packing.documents[rows],
+        advantages=own(np.where(inside, advantages[:, None], 0.0)),
+        weights=own(np.where(inside, weights[:, None], 0.0)),
+        drawn=own(np.where(inside, drawn, 0.0)),
+        old=own(answers.old) if answers.old.size else None,
+        reference=own(answers.reference) if answers.reference.size else None,
+        answers=learned,
         per_token=counted / tokens_in_all,
     )

@@ -24,7 +24,7 @@ from shardwise.serve.request import Sampling
 from shardwise.train.objectives.grpo import AnswerBatch
 from shardwise.train.source import Note
 from shardwise.train.step import TrainState
-from shardwise.tune.answers import Answers, batch_of
+from shardwise.tune.answers import Answers, batch_of, packing_of
 from shardwise.tune.logprobs import answer_logprobs
 from shardwise.tune.reference import Reference
 from shardwise.tune.rewards import Rewards
@@ -99,8 +99,9 @@ class GrpoSource:
 
     def batch(self, answers: Answers) -> AnswerBatch:
         """This rank's share of a step that learns from these."""
-        rows = self.state.samples(np.arange(len(answers)))
-        return batch_of(answers, rows, self.run, self.tokenizer.end)
+        packing = packing_of(answers, self.run)
+        rows = self.state.samples(np.arange(len(answers) if packing is None else packing.rows))
+        return batch_of(answers, rows, self.run, self.tokenizer.end, packing)
 
     def look_back(self, answers: Answers) -> None:
         """Note log-probabilities of answers before they are learned from: the reference's, and the trainer's own, where several
@@ -115,7 +116,11 @@ class GrpoSource:
         """By the trainer's network as it is now, [answers, length]."""
         size = self.run.train.global_batch
         parts = [answers.take(slice(n, n + size)) for n in range(0, len(answers), size)]
-        return np.concatenate([answer_logprobs(self.state, self.batch(part)) for part in parts])
+        found = []
+        for part in parts:
+            values, packing = answer_logprobs(self.state, self.batch(part)), packing_of(part, self.run)
+            found.append(values if packing is None else packing.unlay(values))
+        return np.concatenate(found)
 
     def worth(self, answers: Answers) -> dict[str, Any]:
         """Figures of answers: what they are worth, how long they are."""

@@ -44,10 +44,11 @@ def answer_logprobs(state: TrainState, batch: AnswerBatch) -> Floats:
     collector = Collector(run.objective.temperature, state.device)
     state.parallel.pipeline.run(state.microbatches(batch), state._stream(), collector, None)
     length = batch.tokens.shape[1]
-    whole = np.zeros((run.train.global_batch, length))
+    count = len(batch.tokens) * run.layout.data_ranks
+    whole = np.zeros((count, length))
     # Of tensor ranks, which all have the same, one tells; a rank without the last stage has nothing to tell.
     if collector.found and mesh.index("tensor") == 0:
-        rows = state.samples(np.arange(run.train.global_batch))
+        rows = state.samples(np.arange(count))
         places = zigzag_positions(length, run.layout.context, mesh.index("context"))
         whole[np.ix_(rows, places)] = torch.cat(collector.found).double().cpu().numpy()
     if run.layout.world == 1:

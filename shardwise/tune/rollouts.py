@@ -20,7 +20,7 @@ from shardwise.hardware import CHIPS, chip_of_driver_name
 from shardwise.hardware.engine_facts import LENDER
 from shardwise.model.invariant import check_invariant, make_invariant
 from shardwise.plan.serving.pool import device_bytes
-from shardwise.plan.serving.rollouts import rollout_memory
+from shardwise.plan.serving.rollouts import RolloutMemory, rollout_memory
 from shardwise.run import LayoutConfig, Run, UserError
 from shardwise.serve.engine import Engine
 from shardwise.serve.prepare import check_served, runner_of
@@ -124,17 +124,22 @@ def sampling_of(run: Run) -> Sampling:
     return Sampling(asked.temperature, asked.top_k, asked.top_p, logprobs=0, drawn_logprobs=True)
 
 
-def pool_pages(run: Run, device: torch.device) -> int:
-    """Pages of keys and values, as the plan has them: what training leaves on this device."""
+def memory_here(run: Run, device: torch.device) -> RolloutMemory:
+    """What the plan says of this device."""
     chip, total = CHIPS["cpu"], device_bytes(CHIPS["cpu"]) // run.layout.world
     if device.type == "cuda":
         chip = chip_of_driver_name(torch.cuda.get_device_name(device)) or CHIPS[LENDER]
         total = torch.cuda.get_device_properties(device).total_memory
-    memory = rollout_memory(run, chip, total)
+    return rollout_memory(run, chip, total)
+
+
+def pool_pages(run: Run, device: torch.device) -> int:
+    """Pages of keys and values, as the plan has them: what training leaves on this device."""
+    memory = memory_here(run, device)
     least = -(-run.train.seq_len // run.serve.page_tokens) + 1
     if memory.pages < least:
         raise UserError(
-            f"training takes {memory.training / 2**30:.1f} of {total / 2**30:.1f} GiB, which leaves no room for the keys and "
+            f"training takes {memory.training / 2**30:.1f} GiB of this device, which leaves no room for the keys and "
             "values of one answer; use a smaller train.microbatch, layout.recompute, or more ranks"
         )
     return memory.pages

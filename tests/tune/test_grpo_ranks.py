@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from grpo_runs import assert_learns_as_one_process, grpo_run, steps
 from parallel_pool import RankPool
@@ -14,6 +15,7 @@ from shardwise.plan.serving.rollouts import own_weight_bytes
 from shardwise.run import Run
 from shardwise.train.loop import train
 from shardwise.train.step import TrainState
+from shardwise.tune.packing import Packing
 from shardwise.tune.source import source_of
 from shardwise.tune.weights import RolloutWeights
 
@@ -50,6 +52,47 @@ def test_a_reference_is_the_same_on_shards(ranks: RankPool, task: Path, tmp_path
     found = steps(tmp_path / "alone")
     assert found[0]["kl"] == pytest.approx(0, abs=1e-12)
     assert found[-1]["kl"] > 1e-6
+
+
+LARGE = pytest.mark.large("packed answers on every axis; the small tier has two")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(pipeline=2),
+        dict(shard=2, zero=1),
+        *(pytest.param(each, marks=LARGE) for each in (dict(replicate=1), *AXES, dict(tensor=2, context=2))),
+    ],
+    ids=lambda layout: "-".join(layout),
+)
+@pytest.mark.parametrize("variant", ["grpo", pytest.param("dapo", marks=LARGE)])
+def test_packed_answers_teach_what_they_teach_alone(
+    ranks: RankPool, task: Path, tmp_path: Path, layout: dict[str, Any], variant: str
+) -> None:
+    """One process has a row for each answer; the others several in a row, and fewer microbatches."""
+
+    def run(layout: dict[str, Any]) -> Run:
+        objective = dict(pack=bool(layout), iterations=2, variant=variant, filter=False)
+        return grpo_run(task, layout=layout, train=dict(steps=3, microbatch=1, seq_len=32), objective=objective)
+
+    assert_learns_as_one_process(ranks, run, layout, tmp_path)
+
+
+def test_packed_rows_hold_each_answer_once(task: Path) -> None:
+    run = grpo_run(task, train=dict(microbatch=2), objective=dict(pack=True))
+    sizes = np.array([5, 16, 3, 7, 1, 9, 4])
+    packing = Packing(sizes, run)
+    assert packing.rows == 4
+    values = np.where(np.arange(16) < sizes[:, None], np.arange(7)[:, None] * 100 + np.arange(16) + 1, 0)
+    laid = packing.lay(values, -1)
+    assert sorted(laid[laid > 0]) == sorted(values[values > 0])
+    assert (packing.unlay(laid) == values).all()
+    for row in range(packing.rows):
+        for document in np.unique(packing.documents[row]):
+            own = packing.documents[row] == document
+            assert packing.positions[row][own].tolist() == list(range(own.sum()))
+            assert len({(value - 1) // 100 for value in laid[row][own]}) == 1
 
 
 WIDE = MODEL | dict(hidden=128, ffn=256)

@@ -84,7 +84,7 @@ def play(
     group: int = 1,
 ) -> Played:  # fmt: skip
     """One engine. With a `concurrency`, so many requests are under way at a time. Each takes `arrive` seconds to and from it. So
-    many as a `group` has, one after the other, have the same prompt."""
+    many as a `group` has, one after the other, are answers to one prompt: those behind the first begin where it is computed."""
     pool = PagePool(place.pages, serve.page_tokens, place.host_pages, serve.prefix_cache)
     sequences = min(serve.max_sequences, serve.max_step_tokens)
     stages = Stages(times.serving.pipeline)
@@ -98,6 +98,9 @@ def play(
     clients = deque([arrive] * concurrency)
     """When the next request of each client that waits for none reaches the engine."""
     running: dict[Sequence, UnderWay] = {}
+    leaders: dict[int, Sequence] = {}
+    unforked: dict[Sequence, list[tuple[int, UnderWay]]] = {}
+    """Answers that wait for the prompt of the first of their group."""
     made: list[Made] = []
     launched: deque[tuple[Step, float]] = deque()
     host, failed = 0.0, 0
@@ -114,11 +117,21 @@ def play(
             if scheduler.reasons(one.input, one.output):
                 failed += 1
                 continue
-            # Prompts are random, so no two groups have a page in common: a salt says the same.
-            salt = str(number // group).encode()
-            sequence = Sequence(number, [0] * one.input, one.output, salt=salt, lookahead=ahead)
-            running[sequence] = UnderWay(clients.popleft() - arrive if concurrency else one.due, one)
+            begun = UnderWay(clients.popleft() - arrive if concurrency else one.due, one)
+            if number % group:
+                unforked[leaders[number // group]].append((number, begun))
+                continue
+            # Prompts are random, so no two have a page in common: a salt says the same.
+            sequence = Sequence(number, [0] * one.input, one.output, salt=str(number).encode(), lookahead=ahead)
+            running[sequence] = begun
+            if group > 1:
+                leaders[number // group], unforked[sequence] = sequence, []
             scheduler.add(sequence)
+
+    def fork() -> None:
+        for sequence in [each for each in unforked if each.state == "decode"]:
+            for number, begun in unforked.pop(sequence):
+                running[scheduler.fork(sequence, number, lookahead=ahead)] = begun
 
     def read(step: Step) -> None:
         sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
@@ -150,6 +163,7 @@ def play(
             end = stages.run(host + spent.before, spent.device)
             host += spent.before + spent.launch
             launched.append((step, max(end, host)))
+            fork()
         if launched and (len(launched) > kept or not step.chunks):
             done, end = launched.popleft()
             host = max(host, end)

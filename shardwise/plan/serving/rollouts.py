@@ -25,7 +25,7 @@ from shardwise.plan.cost.job import cluster_of, job_of
 from shardwise.plan.serving.cost import Serving
 from shardwise.plan.serving.engines import FORMATS, OURS
 from shardwise.plan.serving.plan import STORED
-from shardwise.plan.serving.play import Place, play
+from shardwise.plan.serving.play import Place, Played, play
 from shardwise.plan.serving.pool import activation_bytes, device_bytes, kv_dtype, stage_memory
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.plan.trainer.memory import memory_of
@@ -207,28 +207,32 @@ def prompt_tokens(run: Run) -> int:
     return max(1, min(most, round(sum(index.tokens for index in found) / documents))) if documents else most
 
 
-def plan_rollouts(run: Run, train_seconds: float, trained: Memory | None = None) -> RolloutPlan:
-    """What a step takes, whose training part takes so long, and so much memory, where that is known."""
-    cluster, serve, asked = cluster_of(run), run.serve, run.objective
-    memory = rollout_memory(run, *_device(run), trained)
-    least = _least_pages(run)
+def played_round(run: Run, memory: RolloutMemory) -> Played:
+    """A round of the rank that has most answers, all of them at their full length, played with the engine's scheduler."""
+    cluster, serve, asked, model = cluster_of(run), run.serve, run.objective, run.model
     form = FORMATS[STORED[run.train.dtype]]
-    model = run.model
     windowed = (1.0, model.sliding_window) if model.sliding_window else (0.0, 0)
     serving = Serving(model, cluster, OURS, form, form, BYTES[kv_dtype(run)], 1, 1, windowed=windowed)
-    facts = engine_facts(cluster.chip)
-    times = StepTime(serving, facts, min(serve.max_sequences, serve.max_step_tokens))
-    place = Place(max(memory.pages, least), 0, run.train.seq_len, model.sliding_window)
+    times = StepTime(serving, engine_facts(cluster.chip), min(serve.max_sequences, serve.max_step_tokens))
+    place = Place(max(memory.pages, _least_pages(run)), 0, run.train.seq_len, model.sliding_window)
+    own = [Asked(0.0, prompt_tokens(run), asked.completion_tokens)] * answers_at_once(run)
+    return play(serve, own, times, place, group=asked.group)
+
+
+def plan_rollouts(run: Run, train_seconds: float, trained: Memory | None = None) -> RolloutPlan:
+    """What a step takes, whose training part takes so long, and so much memory, where that is known."""
+    asked = run.objective
+    memory = rollout_memory(run, *_device(run), trained)
+    least, facts = _least_pages(run), engine_facts(cluster_of(run).chip)
     prompt, answers = prompt_tokens(run), run.train.global_batch * asked.minibatches
-    own = [Asked(0.0, prompt, asked.completion_tokens)] * answers_at_once(run)
-    played = play(serve, own, times, place, group=asked.group)
+    played = played_round(run, memory)
     steps = asked.minibatches * asked.iterations
     passes = int(steps > 1) + int(asked.kl_beta > 0)
     looking = passes * asked.minibatches * train_seconds / 3
     rollout = played.figures.seconds
     hidden = max(0.0, rollout - looking - steps * train_seconds) if asked.asynchronous else rollout
     tokens = answers * asked.completion_tokens
-    flops = forward_flops(model, prompt + asked.completion_tokens) * (tokens + answers // asked.group * prompt)
+    flops = forward_flops(run.model, prompt + asked.completion_tokens) * (tokens + answers // asked.group * prompt)
     return RolloutPlan(
         memory, memory.pages >= least, prompt, answers, rollout, passes, looking, train_seconds,
         train_seconds + (hidden + looking) / steps, flops, facts.origin, tokens,

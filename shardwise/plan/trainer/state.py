@@ -99,13 +99,25 @@ def _logits(planned: PlannedRank) -> int:
         cast = planned.width + planned.high_width * (planned.width < planned.high_width)
         learns = planned.vocabulary(planned.stages[-1]).learns
         head = (some * cast + planned.run.model.hidden * planned.high_width * learns) * rows
-        return head + _said_by_teacher(planned)
+        kept, at_loss = _of_targets(planned)
+        return max(head + kept, at_loss) + _said_by_teacher(planned)
     if planned.chunked:  # some logits, which become their gradient, and the head's matrix where it was cast
         some = chunk_rows(planned.tokens, rows * planned.width, chunk_bytes(planned.run))
         cast = planned.casts(planned.vocabulary(planned.stages[-1]))
         return (some + (planned.run.model.hidden if cast else 0)) * rows * planned.width
     # The probabilities are saved; beside them are twice as many elements, their gradient and that of the logits.
     return 2 * planned.tokens * rows * planned.high_width
+
+
+def _of_targets(planned: PlannedRank) -> tuple[int, int]:
+    """Bytes of what is made of several targets of each token (`model/logprobs.py`, `train/objectives/distill.py`). Beside a chunk
+    of logits: their numbers in the vocabulary and here, whether they count and are here, their logits and log-probabilities or
+    gradients. At the loss, when no logits are there, also both models' with all other tokens as one more, and terms of these."""
+    if planned.targets == 1:
+        return 0, 0
+    count = planned.tokens * planned.targets
+    kept = count * (2 * INTEGER + 2 + 2 * planned.high_width)
+    return kept, kept + 5 * count * planned.high_width
 
 
 def _said_by_teacher(planned: PlannedRank) -> int:

@@ -47,6 +47,8 @@ class AnswerBatch(Batch):
     """Those of the trainer before the first update; None: of this pass."""
     reference: Floats | None = None
     """Those of the reference, where there is one."""
+    answers: int | None = None
+    """Answers with something to learn in these rows, where a row has several; None: a row is one."""
     per_token: float = 1.0
     """What the objective counts over the global batch, by token: a sum over tokens becomes a mean over them with it."""
 
@@ -119,7 +121,10 @@ class Grpo(TrainObjective):
         return {"targets": batch.targets} | arrays
 
     def count(self, batch: Batch) -> float:
-        return batch.loss_tokens if self.by_tokens else int((batch.targets >= 0).any(axis=1).sum())
+        if self.by_tokens:
+            return batch.loss_tokens
+        answers = batch.answers if isinstance(batch, AnswerBatch) else None
+        return int((batch.targets >= 0).any(axis=1).sum()) if answers is None else answers
 
     def loss(self, microbatch: Microbatch, head: nn.Module, hidden: Tensor, unembedding: Tensor) -> Tensor:
         if self.config.temperature != 1:
