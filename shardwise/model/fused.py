@@ -8,7 +8,7 @@ biases, LayerNorm) runs as it is written, over the same cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -209,6 +209,20 @@ def tune(model: Transformer, gemms: DecodingGemms, sizes: Sequence[int]) -> None
     kinds = [Kind(matrices, adds) for (_, adds, _), matrices in by_use.items()]
     if kinds:
         gemms.tune(kinds, [size for size in sizes if size > 1])
+
+
+def load_kernels(model: Transformer, counts: Iterable[int], unembed: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Multiply as the last block of a step with prompts does, and the head, for so many tokens that are sampled. Libraries load a
+    kernel when it is first used, for which they wait for the device, and which one it is depends on the number of rows."""
+    *_, last = model.layers.values()
+    if not isinstance(last, Block) or type(last.forward) is not FusedBlock:
+        return
+    block, head = last.forward, model.head if model.head is not None else model.embed
+    for count in counts:
+        x = torch.zeros(count, block.out.shape[0], dtype=block.out.dtype, device=block.attention_norm[0].device)
+        x = block.feed_forward(block.multiply(x.new_zeros(count, block.out.shape[1]), block.out, residual=x))
+        if model.last and head is not None:
+            unembed(x, head.weight)
 
 
 def fuse(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.model.fused import fuse, tune, unembed
+from shardwise.model.fused import fuse, load_kernels, tune, unembed
 from shardwise.model.gemm.decoding import DecodingGemms
 from shardwise.model.paged import PagedBatch, PagedCache
 from shardwise.model.transformer import Transformer
@@ -306,6 +306,7 @@ class Runner:
             beside = [Row(slot, 1, None, 1, 1) for slot in range(1, min(BESIDE, self.sequences) + 1)]
             each = min(most, max(1, step_tokens // 16))
             self.launch([*beside, *[Row(0, 0, [0] * each, each, 1)] * max(1, (step_tokens - len(beside)) // each)])
+            load_kernels(self.model, range(15, min(self.sequences, 512), 16), self.unembed)
             torch.cuda.synchronize()
 
     def _recorded(self, rows: list[Row]) -> tuple[int, bool] | None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.model import Transformer, initialize
-from shardwise.model.fused import fuse
+from shardwise.model.fused import fuse, load_kernels
 from shardwise.model.gemm.decoding import DecodingGemms
 from shardwise.model.kernels.decode_attention import Scratch, decode_attention
 from shardwise.model.kernels.gated import gated_product
@@ -264,6 +264,7 @@ def cut(rows: int) -> None:
             value = whole.get_parameter(name)[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
             setattr(owner, leaf, torch.nn.Parameter(value.clone(), requires_grad=False))
         fuse(part, 64, DecodingGemms(), lambda x: turns.add_up(rank, x), rank == 0)
+        load_kernels(part, [2], torch.nn.functional.linear)
         found[rank] = part.layers["0"](x.clone(), None, None, cache_of(place.kv_heads(config)).layers[0])[0]
         turns.give(rank)
 
