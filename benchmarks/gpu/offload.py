@@ -4,9 +4,11 @@ First the link to the host and the host's own updates are measured as `shardwise
 Each case trains in a process of its own on random tokens, compiled, in bfloat16. The time is the median distance of CUDA events
 between steps that nobody waits for, memory the most that the allocator had given out after the first steps, and of the host what
 the process had at its peak. Both cases have the same batch, which the host's case takes in one microbatch: the larger it is, the
-less the update weighs. The resident one takes sequence by sequence and keeps as many activations as fit.
+less the update weighs. The resident one takes sequence by sequence and keeps as many activations as fit. `recompute` and `swap` are
+the host's case without a compiler, all layers recomputed, and with the planner's choice for each tensor of a layer to stay, to be
+made again, or to wait on the host, at about the same memory.
 
-    python benchmarks/gpu/offload.py --output offload.json [--cases host resident] [--batch 7] [--steps 4]
+    python benchmarks/gpu/offload.py --output offload.json [--cases host resident recompute swap] [--batch 7] [--steps 4]
 """
 
 from __future__ import annotations
@@ -30,6 +32,13 @@ WARM = 2
 """Steps before those that count: the first compiles and allocates."""
 CASES: dict[str, dict[str, Any]] = {
     "host": dict(layout=dict(recompute="full"), memory=dict(optimizer="host"), micro=64),
+    "recompute": dict(layout=dict(recompute="full"), memory=dict(optimizer="host"), micro=64, compile=False),
+    "swap": dict(
+        layout=dict(recompute="optimal", recompute_budget=1.0),
+        memory=dict(optimizer="host", activations="host"),
+        micro=64,
+        compile=False,
+    ),
     "resident": dict(layout=dict(recompute="budget", recompute_budget=6.0), memory={}, micro=1),
 }
 
@@ -46,7 +55,7 @@ def run_of(case: str, batch: int, link: dict[str, float]) -> Any:
             layout=how["layout"],
             train=dict(
                 global_batch=batch, microbatch=min(how["micro"], batch), seq_len=8192, dtype="bfloat16", device="cuda",
-                compile=True, tune_products=False, cuda_graph=False,
+                compile=how.get("compile", True), tune_products=False, cuda_graph=False,
             ),
             memory=memory,
             cluster=dict(chip="h200", host_gbs=min(link["to_host_gbs"], link["to_device_gbs"])),
@@ -110,7 +119,7 @@ def measured_link() -> dict[str, float]:
 def main() -> int:
     """Measure the cases one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["host", "resident"])
     parser.add_argument("--batch", type=int, default=7, help="sequences a step")
     parser.add_argument("--steps", type=int, default=4, help="steps that are timed")
     parser.add_argument("--output", type=Path, default=Path("offload.json"))
@@ -152,6 +161,8 @@ def main() -> int:
             print(one, flush=True)
         args.output.write_text(json.dumps(dict(link=link, cases=results), indent=1) + "\n")
     times = {one["case"]: one["seconds"] for one in results if "seconds" in one}
+    if {"recompute", "swap"} <= times.keys():
+        print(f"speed with swapped activations: {times['recompute'] / times['swap']:.2f} of full recomputation")
     if {"host", "resident"} <= times.keys():
         print(f"speed with the optimizer on the host: {times['resident'] / times['host']:.2f} of resident")
     return 0

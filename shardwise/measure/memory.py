@@ -197,6 +197,8 @@ class StepMemory(Observer):
     """Numbers of the storages that microbatches in flight have saved."""
     peak_activations: int = 0
     """Their peak, in bytes."""
+    away: int = 0
+    """Peak of the saved tensors that wait in the host's memory."""
     buffers: int = 0
     gathered: int = 0
     gradients: int = 0
@@ -240,6 +242,9 @@ class StepMemory(Observer):
             made |= self.storages.numbers([pipeline.stages[action.stage].inputs[action.microbatch]])
         # Activations received for later passes, and the batch itself, are not saved by this pass.
         others = [buffer for buffer, _ in pipeline.channel.arriving.values()]
+        away = pipeline.swap.held() if pipeline.swap is not None else []
+        self.away = max(self.away, unique_bytes(away))
+        others += away
         others += [x for microbatch in pipeline.microbatches for x in microbatch.values() if x is not None]
         # `fully_shard` gives shards a storage of their own in the first pass of all.
         made -= self.storages.numbers((*gathered_of(self.train_state), *parameters_of(self.train_state), *others))
@@ -317,7 +322,7 @@ def measured_memory(train_state: TrainState) -> Iterator[dict[str, Any]]:
         parameters=unique_bytes(parameters),
         gradients=unique_bytes(gradients_of(train_state)),
         optimizer=unique_bytes(optimizer_of(train_state)),
-        host=unique_bytes(hosted_of(train_state)),
+        host=unique_bytes(hosted_of(train_state)) + step.away,
         activations=step.peak_activations,
         gathered=step.gathered,
         buffers=step.buffers,

@@ -25,7 +25,8 @@ from shardwise.measure.rounds import Repeated, microbatches_to_run, with_microba
 from shardwise.measure.traffic import TrafficCounter
 from shardwise.measure.work import WorkCounter, uncompiled
 from shardwise.plan.plan import plan
-from shardwise.plan.trainer.state import activations, hosted, state_bytes
+from shardwise.plan.trainer.rank import planned_rank
+from shardwise.plan.trainer.state import activations, activations_away, hosted, state_bytes
 from shardwise.plan.trainer.traffic import AXIS_OF, traffic
 from shardwise.plan.trainer.work import work
 from shardwise.run import Problem, Run, UserError
@@ -143,7 +144,7 @@ def counted(
         lay.schedule if lay.pipeline > 1 else "1f1b", lay.pipeline, run.accumulation, lay.stages_per_rank
     )
     own = list(listed.ranks[train_state.mesh.index("pipeline")])
-    host = (float(owners["host"]),) if run.memory.hosts_optimizer else ()
+    host = (float(owners["host"]),) if run.memory.hosts_optimizer or run.memory.activations == "host" else ()
     memory = Memory(({name: float(owners[name]) for name in OWNERS},), host=host)
     account = Account("run", seconds, run.batch_tokens, {}, ops.work, memory, _by_axis(wire))
     return account, done == own, len(own)
@@ -173,7 +174,10 @@ def _by_axis(wire: TrafficCounter) -> Traffic:
 def planned(run: Run, rank: int) -> Account:
     """The plan of one rank, without its time."""
     owners = state_bytes(run, rank) | {"activations": activations(run, rank)}
-    host = (float(hosted(run).held),) if run.memory.hosts_optimizer else ()
+    held = float(hosted(run).held) if run.memory.hosts_optimizer else 0.0
+    if run.memory.activations == "host":
+        held += activations_away(planned_rank(run, rank))
+    host = (held,) if held else ()
     memory = Memory(({name: float(owners[name]) for name in OWNERS},), host=host)
     return Account("plan", 0.0, run.batch_tokens, {}, work(run, rank), memory, traffic(run, rank))
 

@@ -34,6 +34,7 @@ from shardwise.parallel.observer import Observers
 from shardwise.parallel.pipeline import Pipeline, Stage, split_backward
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.shard import Sharder, sharded_modules, uses_ddp, wrap_ddp
+from shardwise.parallel.swapped import Swap
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.plan.trainer.handed import handed_bytes
@@ -74,6 +75,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
     ranges = layers_of_stages(run)
     sharder = Sharder(run, mesh, frozen)
     observers = Observers()
+    swap = Swap(run.memory.folder if run.memory.activations == "disk" else "") if run.memory.swaps else None
     stages: dict[int, Stage] = {}
     parameters: list[LocalParameter] = []
     for number in schedule.stages_of(mesh.index("pipeline")):
@@ -100,7 +102,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
             for block in model.layers.values():
                 block.forward = compiled(block.forward, accumulates=tunes_gemms(run, gpu=gpu))
         if not frozen:
-            apply_recompute(model, run, mesh.rank, observers)
+            apply_recompute(model, run, mesh.rank, observers, swap)
         _cut(model, run, mesh, frozen)
         for block in model.layers.values():
             assert isinstance(block, Block)
@@ -129,7 +131,8 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
             )
     planned = partial(handed_bytes, run, mesh.rank)
     pipeline = Pipeline(stages, schedule, mesh, layout.zero, sharder.scales, observers, planned)
-    pipeline.replaces_saved = layout.recompute == "optimal" or run.memory.activation_bits > 0
+    pipeline.replaces_saved = layout.recompute == "optimal" or run.memory.activation_bits > 0 or run.memory.swaps
+    pipeline.swap = swap
     if not frozen:
         _add_tied_group(run, mesh, schedule.placement)
     return Parallel(mesh, [stage.model for stage in stages.values()], pipeline, parameters)

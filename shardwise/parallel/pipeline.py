@@ -33,6 +33,7 @@ from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.observer import Observers
 from shardwise.parallel.saving import saving
 from shardwise.parallel.shard import reduce_deferred_gradients
+from shardwise.parallel.swapped import Swap
 from shardwise.schedules import PASSES, Action, Message, Schedule, message_of, transfers
 from shardwise.schedules.make import cached_schedule
 from shardwise.torch_private import gathered_tensors, local_shard, sharded_groups
@@ -168,6 +169,8 @@ class Pipeline:
 
     replaces_saved = False
     """Whether layers let some of what is saved be replaced."""
+    swap: Swap | None = None
+    """Where saved tensors wait that leave the device."""
 
     def __init__(
         self,
@@ -359,6 +362,8 @@ class Pipeline:
         if self.handover is not None and self.handover.will_evict(action):
             return saving(self.handover.keeper(action))
         replaces = self.mesh.size("tensor") > 1 or self.replaces_saved
+        if self.swap is not None:
+            self.swap.begin()
         return saving() if training and replaces else contextlib.nullcontext()
 
     def _put(self, action: Action, x: Tensor) -> None:

@@ -27,9 +27,10 @@ from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.made_again import keep_in_form, make_again
 from shardwise.parallel.observer import Observers
 from shardwise.parallel.packed import packed_in
+from shardwise.parallel.swapped import Swap
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run import Run
-from shardwise.run.packing import packed_words
+from shardwise.run.packing import ELSEWHERE, packed_words
 
 
 @contextlib.contextmanager
@@ -81,8 +82,8 @@ def parts(block: Block, kind: str) -> Iterator[nn.Module]:
         yield block.ffn
 
 
-def apply_recompute(model: Transformer, run: Run, rank: int, observers: Observers) -> None:
-    """Let the modules of the layout's mode be recomputed in the backward pass."""
+def apply_recompute(model: Transformer, run: Run, rank: int, observers: Observers, swap: Swap | None = None) -> None:
+    """Let the modules of the layout's mode be recomputed in the backward pass, or what they save wait elsewhere."""
     layout = run.layout
     blocks = [block for block in model.layers.values() if isinstance(block, Block)]
     if run.memory.activation_bits:
@@ -93,13 +94,17 @@ def apply_recompute(model: Transformer, run: Run, rank: int, observers: Observer
                 routed=m.is_moe(int(name)), parallel_block=m.parallel_block, gated=m.gated, activation=m.activation
             )
             keep_in_form(block, words, packed_in(run.memory.activation_bits))
-    if layout.recompute in ("budget", "optimal"):
+    if layout.recompute in ("budget", "optimal") or swap is not None:
         planned = PlannedRank(run, rank).recomputed
         for name, block in model.layers.items():
             if "block" in planned[int(name)]:
                 checkpoint_module(block, observers)
             elif isinstance(block, Block):
-                make_again(block, planned[int(name)])
+                words = planned[int(name)]
+                away = {word.removeprefix(ELSEWHERE) for word in words if word.startswith(ELSEWHERE)}
+                make_again(block, words - {f"{ELSEWHERE}{word}" for word in away})
+                if swap is not None:
+                    keep_in_form(block, away, swap.form)
         return
     for block in blocks[:: layout.recompute_every]:
         if layout.recompute == "full":

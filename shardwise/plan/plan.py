@@ -11,13 +11,14 @@ import numpy as np
 from shardwise.ledger import Account, Memory, as_dict
 from shardwise.plan.cost.constants import classes_of, interval, known_chip
 from shardwise.plan.cost.flops import CONVENTION, parameters, training_flops
-from shardwise.plan.cost.host import host_bytes
+from shardwise.plan.cost.host import host_bytes, link_of
 from shardwise.plan.cost.job import GIB, Job, job_of
 from shardwise.plan.cost.operations import embedding, head, layer
 from shardwise.plan.time.goodput import JobCost, data_stall, job_cost
-from shardwise.plan.time.host import link_of
 from shardwise.plan.time.step import Step, prepare, step_time
 from shardwise.plan.trainer.memory import memory_of
+from shardwise.plan.trainer.rank import planned_rank
+from shardwise.plan.trainer.state import activations_away
 from shardwise.plan.trainer.traffic import traffic
 from shardwise.plan.trainer.work import work
 from shardwise.run import AXES, LayoutConfig, ModelConfig, Run, to_dict
@@ -115,7 +116,17 @@ def plan_job(
     cost = job_cost(run, job.cluster, step.seconds, devices, parameters(job.model).total * 12.0)
     width = interval(classes_of(job))
     low, high = step.seconds * math.exp(-width), step.seconds * math.exp(width)
-    return Plan(run, job, account, low, high, mfu, cost, what_binds(account, job), tuple(notes_of(job) + assumed(run)))
+    return Plan(
+        run,
+        job,
+        account,
+        low,
+        high,
+        mfu,
+        cost,
+        what_binds(account, job),
+        tuple(notes_of(job) + swap_notes(run, job) + assumed(run)),
+    )
 
 
 def mfu_peak(job: Job) -> tuple[str, float]:
@@ -143,6 +154,19 @@ def bytes_moved(job: Job, step: Step) -> dict[str, dict[str, float]]:
                     passes = moved.setdefault(op.part, {})
                     passes[name] = passes.get(name, 0.0) + times * float(job.accumulation) * float(size)
     return moved
+
+
+def swap_notes(run: Run, job: Job) -> list[str]:
+    """How much of what is saved waits elsewhere than on the device, and how fast it moves."""
+    if not job.memory.swaps:
+        return []
+    link, on_disk = link_of(job), job.memory.activations == "disk"
+    there, back = (link.disk, link.disk) if on_disk else (link.to_host, link.to_device)
+    place = "in files" if on_disk else "in the host's memory"
+    size = activations_away(planned_rank(run, 0)) / GIB
+    return [
+        f"{size:.1f} GiB of saved activations wait {place}: they leave at {there:.0f} and come back at {back:.0f} GB/s"
+    ]
 
 
 def notes_of(job: Job) -> list[str]:

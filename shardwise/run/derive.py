@@ -87,7 +87,7 @@ def compiles(run: Run, *, gpu: bool) -> bool:
         return False
     if run.train.compile != "auto":
         return run.train.compile
-    if run.memory.activation_bits:  # what a compiled layer saves is its compiler's
+    if run.memory.activation_bits or run.memory.swaps:  # what a compiled layer saves is its compiler's
         return False
     if run.adapter.kind == "qlora":  # its matrices are made for each GEMM, which leaves little to fuse
         return False

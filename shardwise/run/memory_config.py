@@ -18,12 +18,18 @@ class MemoryConfig:
         "threads, and the device holds the layers' matrices in the dtype of the arithmetic; disk: the same, with the moments in "
         "files of memory.folder",
     )
+    activations: Literal["device", "host", "disk"] = key(
+        "device",
+        "where what layers save waits for the backward pass; host, disk: elsewhere, all of it, or with layout.recompute = optimal "
+        "what the planner chooses",
+    )
     activation_bits: Literal[0, 8, 4, 2] = key(
         0,
         "bits of what layers save for the backward pass, in groups with a range and rounded at random (ActNN); 0: as it is",
     )
     folder: str = key(
-        "", "disk: an existing folder on a fast disk of the machine; its files are the run's while it trains"
+        "",
+        "optimizer, activations = disk: an existing folder on a fast disk of the machine; its files are the run's while it trains",
     )
     host_threads: int = key(0, "host: threads that update; 0: as many as the process has cores", least=0)
     update_gbs: float = key(
@@ -32,6 +38,11 @@ class MemoryConfig:
         "cluster.profile, or as many as the device's link to its host has",
         least=0,
     )
+
+    @property
+    def swaps(self) -> bool:
+        """Whether saved activations leave the device."""
+        return self.activations != "device"
 
     @property
     def hosts_optimizer(self) -> bool:

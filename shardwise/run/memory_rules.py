@@ -28,11 +28,35 @@ def _bits_rules(run: Run) -> Iterator[Rule]:
     ))
 
 
+def _swap_rules(run: Run) -> Iterator[Rule]:
+    """What `memory.activations` asks of the rest."""
+    where = "memory.activations"
+    yield Rule(run.memory.activations == "disk" and not run.memory.folder, "memory.folder", (where,),
+               lambda: "is where saved activations go with memory.activations = disk: name a folder on a fast disk")
+    yield Rule(run.layout.recompute not in ("none", "optimal"), where, ("layout.recompute",), lambda: (
+        f'is of what layers save, and layout.recompute = "{run.layout.recompute}" saves little of it; use "optimal", which '
+        "chooses for each tensor"
+    ))
+    yield Rule(run.memory.activation_bits > 0, where, ("memory.activation_bits",),
+               lambda: "takes tensors as they are; use one of the two")
+    yield Rule(run.train.compile is True, where, ("train.compile",),
+               lambda: "is of tensors that compiled layers do not show; leave train.compile at auto")
+    yield Rule(run.train.fp8 != "none", where, ("train.fp8",),
+               lambda: "knows what layers save in 16 bits or more; leave train.fp8 at none")
+    yield Rule(run.adapter.used, where, ("adapter.kind",),
+               lambda: "is of what full training saves; an adapter leaves most of that out")
+    yield Rule(splits_backward(run), where, ("layout.schedule",), lambda: (
+        f"comes back for a layer's backward pass, and {run.layout.schedule} would keep it for its deferred weight gradients"
+    ))
+
+
 def memory_rules(run: Run) -> Iterator[Rule]:
     """What must hold of a run that holds less on the device."""
     lay, train = run.layout, run.train
     if run.memory.activation_bits:
         yield from _bits_rules(run)
+    if run.memory.swaps:
+        yield from _swap_rules(run)
     if not run.memory.hosts_optimizer:
         return
     where = "memory.optimizer"

@@ -1,4 +1,4 @@
-"""Saved tensors in few bits: what both the trainer (`parallel/packed.py`) and its plan must know. No torch."""
+"""Saved tensors in few bits, or elsewhere: what both the trainer (`parallel/packed.py`) and its plan must know. No torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ them save. Queries, keys, values and what attention makes of them stay as they a
 again, and these do not bear it."""
 BEFORE_EXPERTS = ("attention_norm", "middle")
 """Of those, what is packed of an MoE layer."""
+
+
+ELSEWHERE = "host "
+"""Before the name of a tensor that waits in the host's memory or on its disk, among what is recomputed of a layer."""
+
+
+def swapped_words(packed: frozenset[str], *, attention: str, context: int) -> frozenset[str]:
+    """The tensors of a layer that may leave the device: those that may be packed, and attention's."""
+    return packed | {"heads", "attended"} if attention != "latent" and context == 1 else packed
 
 
 def groups_of(numel: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
+from shardwise.plan.cost.job import Job
 from shardwise.run import ModelConfig
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters
 
@@ -67,3 +68,22 @@ def host_bytes(model: ModelConfig, width: int, *, several: bool) -> HostBytes:
 def gradients_in_flight(moved: HostBytes) -> int:
     """Peak bytes of gradients on a device that gives them to the host."""
     return min(moved.device, IN_FLIGHT + moved.largest)
+
+
+class Link(NamedTuple):
+    """GB/s between a device and its host, of the host's own updates, and of its disk."""
+
+    to_host: float
+    to_device: float
+    update: float
+    disk: float
+
+
+def link_of(job: Job) -> Link:
+    """What was measured; else what the run says."""
+    profile, memory = job.cluster.profile, job.memory
+    to_host = (profile.to_host_gbs if profile else 0.0) or job.host_gbs
+    to_device = (profile.to_device_gbs if profile else 0.0) or job.host_gbs
+    update = memory.update_gbs or (profile.host_update_gbs if profile else 0.0) or job.host_gbs
+    disk = (profile.disk_gbs if profile else 0.0) or job.storage_gbs
+    return Link(to_host, to_device, update, disk)

@@ -19,14 +19,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.plan.cost.job import GIB, Job
+from shardwise.plan.cost.host import link_of
+from shardwise.plan.cost.job import GIB, Job, Number
 from shardwise.plan.cost.operations import layer, residual_bytes
 from shardwise.plan.cost.ops import FORWARD, OpList
+from shardwise.run.packing import ELSEWHERE
 
 WORDS = ("attention_norm", "heads", "attended", "middle", "ffn_norm", "gate", "up", "function", "inner")
 """Tensors of a layer that can be made again, in their order."""
@@ -45,7 +46,8 @@ class Tensor:
 
 
 class Choice(NamedTuple):
-    """A set of dropped tensors of a layer: bytes it spares, and seconds it costs."""
+    """What is done with the tensors of a layer: bytes it spares, and seconds it costs; which are dropped, and, with `ELSEWHERE`
+    before their name, which leave the device."""
 
     spared: float
     seconds: float
@@ -101,19 +103,61 @@ def graph(job: Job, *, routed: bool) -> dict[str, Tensor]:
 Choices = tuple[Choice, ...]
 
 
-def choices(tensors: dict[str, Tensor]) -> Choices:
-    """The sets of dropped tensors that no other beats in both bytes and seconds: the least first, none."""
-    words = list(tensors)
-    every = [
-        Choice(sum(tensors[w].size for w in some), sum(tensors[w].seconds for w in some), frozenset(some))
-        for count in range(len(words) + 1)
-        for some in combinations(words, count)
-    ]
-    best: list[Choice] = []
-    for choice in sorted(every, key=lambda c: (c.seconds, -c.spared)):
-        if not best or choice.spared > best[-1].spared:
-            best.append(choice)
-    return tuple(best)
+class Window(NamedTuple):
+    """How a layer's saved tensors leave the device and come back: bytes a second, and seconds of the layer's passes that this hides
+    behind."""
+
+    to_host: float
+    to_device: float
+    forward: float
+    backward: float
+
+    def exposed(self, size: Number) -> tuple[Number, Number]:
+        """Seconds that a layer waits for so many bytes to leave, and to come back."""
+        leaving, coming = size / self.to_host - self.forward, size / self.to_device - self.backward
+        return np.maximum(leaving, 0.0), np.maximum(coming, 0.0)
+
+
+def window(job: Job, ops: OpList) -> Window:
+    """Of a layer; a disk hides nothing."""
+    link = link_of(job)
+    if job.memory.activations == "disk":
+        return Window(link.disk * 1e9, link.disk * 1e9, 0.0, 0.0)
+    forward, *backward = (sum(float(op.seconds[which]) for op in ops) for which in range(3))
+    return Window(link.to_host * 1e9, link.to_device * 1e9, forward, sum(backward))
+
+
+def swappable(job: Job, tensors: dict[str, Tensor]) -> frozenset[str]:
+    """Of these tensors, those that may leave the device."""
+    return frozenset(tensors) if job.memory.swaps else frozenset()
+
+
+def choices(tensors: dict[str, Tensor], away: frozenset[str] = frozenset(), hidden: Window | None = None) -> Choices:
+    """What may be done with a layer's tensors that nothing else beats in both bytes and seconds: the least first, nothing. Those
+    that may be `away` from the device take the seconds that can't be hidden."""
+    spared, seconds, moved, codes = (np.zeros(1) for _ in range(4))
+    for n, (word, tensor) in enumerate(tensors.items()):
+        ways = [(0.0, 0.0, 0.0, 0.0), (tensor.size, tensor.seconds, 0.0, 1.0), (tensor.size, 0.0, tensor.size, 2.0)]
+        ways = ways[: 3 if word in away else 2]
+        spared, seconds, moved, codes = (
+            np.concatenate([old + way[k] * (3.0**n if k == 3 else 1.0) for way in ways])
+            for k, old in enumerate((spared, seconds, moved, codes))
+        )
+    if hidden is not None:
+        seconds = seconds + sum(hidden.exposed(moved))
+    order = np.lexsort((-spared, seconds))
+    before = np.maximum.accumulate(np.append(-1.0, spared[order]))[:-1]
+    best = order[spared[order] > before]
+    return tuple(Choice(float(spared[k]), float(seconds[k]), _words(tensors, int(codes[k]))) for k in best)
+
+
+def _words(tensors: dict[str, Tensor], code: int) -> frozenset[str]:
+    found = set()
+    for word in tensors:
+        code, way = divmod(code, 3)
+        if way:
+            found.add(word if way == 1 else f"{ELSEWHERE}{word}")
+    return frozenset(found)
 
 
 @lru_cache(maxsize=256)
@@ -188,8 +232,21 @@ def _first(layers: Sequence[Choices], prices: tuple[float, float], spare: float)
 def within_budget(job: Job, ops: OpList, saved: float) -> list[Choice]:
     """Choices of a rank's layers, as if all were like this one, which would save so many bytes."""
     count = max(1, round(job.model.layers / job.layout.pipeline))
-    each = choices(graph(job, routed=_is_routed(ops)))
+    tensors = graph(job, routed=_is_routed(ops))
+    if job.layout.recompute != "optimal":  # everything leaves
+        every = frozenset(f"{ELSEWHERE}{word}" for word in swappable(job, tensors))
+        size = sum(tensor.size for tensor in tensors.values())
+        return [Choice(size, sum(window(job, ops).exposed(size)), every)]
+    each = choices(tensors, swappable(job, tensors), window(job, ops) if job.memory.swaps else None)
     return fewest_seconds((each,) * count, count * saved - job.layout.recompute_budget * GIB)
+
+
+def exposed_swap(job: Job, ops: OpList, saved: float) -> tuple[float, float]:
+    """Seconds that a layer waits for its tensors to leave the device, and to come back, in the mean."""
+    tensors, hidden, taken = graph(job, routed=_is_routed(ops)), window(job, ops), within_budget(job, ops, saved)
+    sizes = (sum(t.size for word, t in tensors.items() if f"{ELSEWHERE}{word}" in c.dropped) for c in taken)
+    leaving, coming = zip(*map(hidden.exposed, sizes), strict=True)
+    return float(np.mean(leaving)), float(np.mean(coming))
 
 
 def _is_routed(ops: OpList) -> bool:
@@ -201,7 +258,7 @@ def shares(job: Job, ops: OpList, saved: float) -> list[float]:
     found, taken = [0.0] * len(ops), within_budget(job, ops, saved)
     tensors = graph(job, routed=_is_routed(ops))
     for choice in taken:
-        for word in choice.dropped:
+        for word in choice.dropped & set(tensors):
             for place, share in tensors[word].made_by:
                 found[place] += share / len(taken)
     return found

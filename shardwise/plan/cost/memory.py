@@ -125,9 +125,9 @@ def layer_activations(job: Job, *, routed: bool) -> tuple[Number, Number]:
     """Bytes one layer saves for the backward pass of one microbatch; and what its recomputation holds for a moment."""
     ops = layer(job, routed=routed)
     whole = sum(op.saved for op in ops)
-    if job.layout.recompute == "none":
+    if job.layout.recompute == "none" and not job.memory.swaps:
         return whole, 0.0
-    if job.layout.recompute == "optimal":
+    if job.layout.recompute == "optimal" or job.memory.swaps:
         taken = within_budget(job, ops, float(whole + cast_copies(job, layer_parameters(job, routed=routed))))
         return whole - sum(c.spared for c in taken) / len(taken), max(c.spared for c in taken)
     if job.layout.recompute in ("full", "budget"):

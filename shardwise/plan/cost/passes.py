@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwise.plan.cost.constants import Constants
 from shardwise.plan.cost.job import GIB, Job, Number
-from shardwise.plan.cost.kept import shares
+from shardwise.plan.cost.kept import exposed_swap, shares
 from shardwise.plan.cost.operations import embedding, head, layer, residual_bytes
 from shardwise.plan.cost.ops import FORWARD, INPUT, WEIGHT, Op, OpList
 from shardwise.plan.cost.parameters import cast_copies, layer_parameters
@@ -86,6 +86,9 @@ class ModuleCost:
             if np.any(share):
                 seconds[RECOMPUTE][column] = seconds[RECOMPUTE][column] + share * op.seconds[FORWARD]
                 launches[RECOMPUTE] = launches[RECOMPUTE] + share * op.launches[FORWARD]
+        if recomputes and job.memory.swaps:
+            for to, late in zip((FORWARDS, RECOMPUTE), exposed_swap(job, ops, float(_saved(job, ops))), strict=True):
+                seconds[to][CATEGORIES.index("memory")] += late
         if recomputes and job.layout.recompute in ("full", "budget"):
             launches[RECOMPUTE] = launches[RECOMPUTE] + layers * job.framework.checkpoint_host
         return cls(seconds, launches)

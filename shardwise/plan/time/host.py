@@ -7,30 +7,9 @@ layer.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from shardwise.plan.cost.host import host_bytes
+from shardwise.plan.cost.host import host_bytes, link_of
 from shardwise.plan.cost.job import Job
 from shardwise.plan.cost.passes import Passes
-
-
-class Link(NamedTuple):
-    """GB/s between a device and its host, of the host's own updates, and of its disk."""
-
-    to_host: float
-    to_device: float
-    update: float
-    disk: float
-
-
-def link_of(job: Job) -> Link:
-    """What was measured; else what the run says."""
-    profile, memory = job.cluster.profile, job.memory
-    to_host = (profile.to_host_gbs if profile else 0.0) or job.host_gbs
-    to_device = (profile.to_device_gbs if profile else 0.0) or job.host_gbs
-    update = memory.update_gbs or (profile.host_update_gbs if profile else 0.0) or job.host_gbs
-    disk = (profile.disk_gbs if profile else 0.0) or job.storage_gbs
-    return Link(to_host, to_device, update, disk)
 
 
 def exposed_update(job: Job, own: Passes) -> float:

@@ -10,20 +10,26 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.plan.cost.job import GIB, job_of
-from shardwise.plan.cost.kept import WORDS, choices, fewest_seconds, graph
+from shardwise.plan.cost.kept import WORDS, choices, fewest_seconds, graph, swappable, window
 from shardwise.plan.cost.memory import layer_saved
 from shardwise.plan.cost.operations import layer
 from shardwise.plan.cost.ops import FORWARD
 from shardwise.run import Run
+from shardwise.run.packing import ELSEWHERE, packed_words, swapped_words
 
 WHOLE, NOTHING = frozenset({"block"}), frozenset[str]()
 
 
 def recomputed(run: Run, layers: Sequence[int], entering: float) -> Mapping[int, frozenset[str]]:
     """What is recomputed of these layers, all those of a rank, where so many bytes enter each."""
+    kinds = tuple(run.model.is_moe(n) for n in layers)
+    if run.memory.swaps and run.layout.recompute == "none":
+        return {
+            n: frozenset(f"{ELSEWHERE}{word}" for word in _may_leave(run, moe))
+            for n, moe in zip(layers, kinds, strict=True)
+        }
     if run.layout.recompute not in ("budget", "optimal"):
         return {}
-    kinds = tuple(run.model.is_moe(n) for n in layers)
     if run.layout.recompute == "optimal":
         return dict(zip(layers, _optimal(run, kinds), strict=True))
     saved = {moe: _layer_saved(_saves_all(run), moe) for moe in set(kinds)}
@@ -40,7 +46,7 @@ class Beside(NamedTuple):
     """What a rank makes again, beside whole layers."""
 
     layers: dict[str, int]
-    """How many layers make a tensor again, by its name."""
+    """How many layers make a tensor again, or send it elsewhere, by its name."""
     seconds: float
     """That this takes for a microbatch."""
     greedy: float
@@ -53,11 +59,12 @@ def beside_greedy(run: Run, layers: Sequence[int], entering: float) -> Beside:
     tensors = {moe: graph(job, routed=moe) for moe in {m.is_moe(n) for n in layers}}
     chosen = recomputed(run, layers, entering)
     greedy = recomputed(replace(run, layout=replace(run.layout, recompute="budget")), layers, entering)
+    named = [f"{place}{word}" for place in ("", ELSEWHERE) for word in WORDS]
     ops = {moe: layer(job, routed=moe) for moe in tensors}
     whole = {moe: sum(float(op.seconds[FORWARD]) for op in some if not op.early_stop) for moe, some in ops.items()}
     return Beside(
-        {word: count for word in WORDS if (count := sum(word in words for words in chosen.values()))},
-        sum(tensors[m.is_moe(n)][word].seconds for n, words in chosen.items() for word in words),
+        {word: count for word in named if (count := sum(word in words for words in chosen.values()))},
+        sum(t.seconds for n, words in chosen.items() for word, t in tensors[m.is_moe(n)].items() if word in words),
         sum(whole[m.is_moe(n)] for n, parts in greedy.items() if parts),
     )
 
@@ -67,14 +74,30 @@ def _optimal(run: Run, kinds: tuple[bool, ...]) -> tuple[frozenset[str], ...]:
     """The dropped tensors of layers of these kinds. The device that the run is computed on does not change them, only the chip that
     it is planned for; nor is it compiled."""
     plain = _saves_all(run)
-    known = {moe: choices(graph(job_of(plain), routed=moe)) for moe in set(kinds)}
+    job = job_of(replace(plain, memory=run.memory))
+    known = {}
+    for moe in set(kinds):
+        tensors, ops = graph(job, routed=moe), layer(job, routed=moe)
+        hidden = window(job, ops) if run.memory.swaps else None
+        known[moe] = choices(tensors, swappable(job, tensors), hidden)
     spare = sum(_layer_saved(plain, moe) for moe in kinds) - run.layout.recompute_budget * GIB
     return tuple(choice.dropped for choice in fewest_seconds(tuple(known[moe] for moe in kinds), spare))
 
 
+def _may_leave(run: Run, moe: bool) -> frozenset[str]:
+    """The tensors of a layer that wait elsewhere where all do."""
+    m = run.model
+    packed = packed_words(routed=moe, parallel_block=m.parallel_block, gated=m.gated, activation=m.activation)
+    return swapped_words(packed, attention=m.attention, context=run.layout.context)
+
+
 def _saves_all(run: Run) -> Run:
     train = replace(run.train, device="auto", compile=False) if run.layout.recompute == "optimal" else run.train
-    return replace(run, layout=replace(run.layout, recompute="none", recompute_budget=0.0), train=train)
+    layout, memory = (
+        replace(run.layout, recompute="none", recompute_budget=0.0),
+        replace(run.memory, activations="device"),
+    )
+    return replace(run, layout=layout, train=train, memory=memory)
 
 
 @lru_cache(maxsize=64)

@@ -74,6 +74,8 @@ def _rank_memory(place: PlannedRank, job: Job, estimated: Mapping[str, float], s
         # Besides, the layers of the moment; one that was prefetched is the first of them.
         first = max(place.prefetched_shard(stage) for stage in place.stages) * place.size("zero")
         owners["gathered"] = max(owners["gathered"] - first, 0.0) + estimated["gathered"]
+    if run.memory.activations == "host":  # what is still on its way there when the forward pass ends
+        owners["activations"] += min(state.activations_away(place), IN_FLIGHT)
     owners["buffers"] = estimated["buffers"] + same.transposed
     owners = {**estimated, **owners}
     updating = {name: value for name, value in (owners | same.updating).items() if name != "again"}

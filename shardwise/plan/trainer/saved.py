@@ -68,6 +68,8 @@ class Saved:
     """Between the two halves of a split backward pass: inputs and output gradients of GEMMs, for the deferred weight gradients."""
     recomputed: int
     """What a recomputed layer makes more for a moment."""
+    away: int = 0
+    """Elsewhere than on the device, between its forward and its backward pass."""
 
 
 def block(tape: Tape, x: str, layer: int, rows: Rows | None) -> str:
@@ -118,11 +120,14 @@ def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved
     more: int | Fraction = 0
     left_out: int | Fraction = 0
     left_out_deferred: int | Fraction = 0
+    away: int | Fraction = 0
+    before: tuple[int | Fraction, ...] = (0, 0, 0)
     for layers, recomputed in _alike(recomputed_parts(planned, stage), m.is_moe, listed=rows is not None):
         tape.recomputed = recomputed
         for n, layer in enumerate(layers[:FEW]):
             tape.prefix = f"{layer} "
-            before = (tape.total, sum(tape.deferred.values())) if len(layers) > FEW and n == FEW - 1 else (0, 0)
+            if len(layers) > FEW and n == FEW - 1:
+                before = (tape.total, sum(tape.deferred.values()), tape.total_away)
             if recomputed:
                 more = max(more, _recomputed_bytes(tape, x, layer, rows))
             x = block(tape, x, layer, rows)
@@ -132,6 +137,7 @@ def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved
         if len(layers) > FEW:
             left_out += (len(layers) - FEW) * (tape.total - before[0])
             left_out_deferred += (len(layers) - FEW) * (sum(tape.deferred.values()) - before[1])
+            away += (len(layers) - FEW) * (tape.total_away - before[2])
     tape.prefix, tape.recomputed = "", frozenset()
     deferred = sum(tape.deferred.values()) + left_out_deferred
     if any(m.is_moe(layer) for layer in stage.layers):
@@ -140,7 +146,7 @@ def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved
         loss(tape, x)
     else:
         tape.save(x)
-    return Saved(round(tape.total + left_out), round(deferred), round(more))
+    return Saved(round(tape.total + left_out), round(deferred), round(more), round(tape.total_away + away))
 
 
 def _alike(
@@ -157,7 +163,7 @@ def _recomputed_bytes(tape: Tape, x: str, layer: int, rows: Rows | None) -> int 
     """What a layer saves when nothing is recomputed, over what it saves so."""
     sizes = []
     for recomputed in (frozenset[str](), tape.recomputed):
-        alone = replace(tape, sizes={x: 0}, saved=set(), deferred={}, recomputed=recomputed)
+        alone = replace(tape, sizes={x: 0}, saved=set(), deferred={}, made={}, away={}, recomputed=recomputed)
         block(alone, x, layer, rows)
         sizes.append(alone.total)
     return sizes[0] - sizes[1]

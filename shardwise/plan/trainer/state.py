@@ -196,6 +196,17 @@ def activations_at(planned: PlannedRank) -> int:
     return round(peak_activations(own, whole, deferred, handed)[0] * longer)
 
 
+def activations_away(planned: PlannedRank) -> int:
+    """Peak bytes of those that wait elsewhere than on the device."""
+    saves = {number: stage.away for number, stage in _saved(planned).items()}
+    if len(planned.placement) == 1:
+        return saves[0]
+    schedule, longer = _short_schedule(planned.run)
+    own = replace(schedule, ranks=(schedule.ranks[planned.index("pipeline")],))
+    away = [saves.get(number, 0) for number in range(len(planned.placement))]
+    return round(peak_activations(own, away, [0] * len(away))[0] * longer)
+
+
 def _short_schedule(run: Run) -> tuple[Schedule, float]:
     """The run's schedule, or one of fewer microbatches; and how many times higher the peak of the whole one is."""
     lay, n = run.layout, run.accumulation

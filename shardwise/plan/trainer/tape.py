@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
-from shardwise.run.packing import packed_bytes
+from shardwise.run.packing import ELSEWHERE, packed_bytes
 
 
 @dataclass
@@ -30,6 +30,8 @@ class Tape:
     """Of sequences gathered from tensor ranks, what is saved in their place (`parallel/saving.py`)."""
     made: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Of tensors that are made again in the backward pass, what of (`parallel/made_again.py`)."""
+    away: dict[str, int | Fraction] = field(default_factory=dict)
+    """Bytes of tensors that wait elsewhere than on the device (`parallel/swapped.py`), if they are saved."""
     packed: frozenset[str] = frozenset()
     """Tensors of the present layer that are kept in few bits (`parallel/packed.py`)."""
     prefix: str = ""
@@ -71,9 +73,12 @@ class Tape:
                     self.saved.add(name)
 
     def again(self, word: str, name: str, *inputs: str) -> None:
-        """A tensor that may be made again of others, or packed."""
+        """A tensor that may be made again of others, wait elsewhere, or be packed."""
         if word in self.recomputed:
             self.made[name] = inputs
+        elif f"{ELSEWHERE}{word}" in self.recomputed:
+            self.away[name] = self.sizes[name]
+            self.sizes[name] = 0
         elif word in self.packed:
             numel = int(self.sizes[name] // self.planned.width)
             self.sizes[name] = packed_bytes(numel, self.planned.run.memory.activation_bits)
@@ -102,3 +107,8 @@ class Tape:
     def total(self) -> int | Fraction:
         """Bytes of all that is saved."""
         return sum(self.sizes[name] for name in self.saved)
+
+    @property
+    def total_away(self) -> int | Fraction:
+        """Bytes of those that wait elsewhere."""
+        return sum(self.away.get(name, 0) for name in self.saved)
