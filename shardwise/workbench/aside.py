@@ -4,6 +4,7 @@ answered meanwhile. Only the newest question of a kind matters; an older one is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -27,7 +28,8 @@ class Aside:
         self._asked += 1
         mine = self._asked
         if self._busy and self._process is not None:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):  # the question before this one ended it already
+                self._process.kill()
         async with self._lock:
             if mine != self._asked:
                 return None

@@ -100,6 +100,26 @@ def test_only_the_newest_question_is_answered(base: Base) -> None:
     assert "problems" in wrong  # type: ignore[operator]
 
 
+def test_a_question_may_find_that_another_has_ended_the_process(base: Base) -> None:
+    async def ask() -> object:
+        aside = Aside("changes")
+        process = await aside._started()
+        process.kill()
+        await process.wait()
+        aside._busy = True  # whoever asked before has not seen yet that it is gone
+        answered = await aside.ask(base.given, {"layout.tensor": "3"})
+        assert aside._process is not None
+        aside._process.kill()
+        await aside._process.wait()
+        return answered
+
+    assert "problems" in asyncio.run(ask())  # type: ignore[operator]
+
+
+def test_of_a_run_that_is_searched_no_single_change_is_told(base: Base) -> None:
+    assert faster_changes(base, {"layout.auto": "true"}) == []
+
+
 @pytest.mark.parametrize("preset", ["llama3-8b", "deepseek-v3", "gpt2-355m"])
 def test_the_blocks_add_up_to_the_model(preset: str) -> None:
     planned = answer(base_of(None, [f"model.preset={preset}", "cluster.chip=h100"]), {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
@@ -211,3 +212,63 @@ def test_files_and_pictures_are_downloaded(page: Browser) -> None:
     for action, end in (("run", ".toml"), ("page", ".html"), ("picture", ".png")):
         page.js(f"document.querySelector('[data-action={action}]').click()")
         page.until(f"document.getElementById('said').textContent === 'run{end} is downloaded'")
+
+
+KEYBOARD = {
+    "number": [("ArrowUp", 38, ""), ("ArrowDown", 40, ""), ("5", 53, "5")],
+    "range": [("ArrowRight", 39, ""), ("ArrowLeft", 37, "")],
+    "select-one": [("ArrowDown", 40, ""), ("ArrowUp", 38, "")],
+    "checkbox": [(" ", 32, " ")],
+    "text": [("x", 88, "x")],
+}
+"""The keys that turn a control of a kind; the next where one is at its end."""
+
+
+def controls(page: Browser, folded: bool) -> list[tuple[str, str]]:
+    """The key and the kind of every control, also of those that are folded away."""
+    if folded:
+        page.js("document.querySelectorAll('form details').forEach((each) => { each.open = true; }); 0")
+    found = page.js(
+        "Array.from(document.querySelectorAll('form [data-key]')).filter((e) => !e.disabled && e.checkVisibility())"
+        ".map((e) => [e.dataset.key, e.type])"
+    )
+    return [(key, kind) for key, kind in found]
+
+
+def turned(page: Browser, key: str, kind: str) -> None:
+    """Turn a control by the keyboard and touch it with the mouse: it is taken, and the address says so."""
+    change(page, {})
+    place = f"[data-key='{key}'][type={kind}]" if kind != "select-one" else f"select[data-key='{key}']"
+    place = place.replace("[type=text]", ":not([type=range])")
+    element = f"document.querySelector({json.dumps(place)})"
+    value = f"{element}.type === 'checkbox' ? String({element}.checked) : {element}.value"
+    page.js(f"{element}.scrollIntoView({{block: 'center'}}); {element}.focus(); 0")
+    before = page.js(value)
+    for press in KEYBOARD[kind]:
+        page.press(*press)
+        settled(page)
+        if page.js(value) != before:
+            break
+    assert page.js(value) != before, f"{key} ({kind}) is not turned by {KEYBOARD[kind]}"
+    assert f"{key}=" in page.js("location.hash"), key
+    page.js("document.activeElement.blur(); 0")
+    x, y = page.middle(place)
+    reached = f"document.elementFromPoint({x}, {y})"
+    assert page.js(f"{reached} === {element} || {element}.contains({reached})"), (
+        f"{key}: the mouse meets another element"
+    )
+
+
+def test_some_controls_of_every_kind_are_turned_by_keyboard(page: Browser, pytestconfig: pytest.Config) -> None:
+    found = controls(page, folded=False)
+    for kind in sorted({kind for _, kind in found}):
+        turned(page, *random.Random(pytestconfig.option.seed).choice([each for each in found if each[1] == kind]))
+
+
+@pytest.mark.large("every control, also the folded ones; the small tier turns one of each kind")
+def test_every_control_is_turned_by_keyboard_and_reached_by_the_mouse(page: Browser) -> None:
+    found = controls(page, folded=True)
+    assert len(found) > 150
+    assert {kind for _, kind in found} == set(KEYBOARD)
+    for key, kind in found:
+        turned(page, key, kind)

@@ -140,7 +140,14 @@ def is_unknown(operator: Any) -> bool:
     return operator.namespace not in OWN or operator.name().startswith(WITHOUT)
 
 
-@cache
+_COUNTED: dict[int, tuple[Any, bool]] = {}
+"""By an operator's address, which is looked up sooner than its name is hashed; it is held, so that the address stays its own."""
+
+
 def is_counted(operator: Any) -> bool:
     """Whether anything of an operator is counted, its calls at least."""
-    return kernel_of(operator) is not None or formula_of(operator) is not None or is_unknown(operator)
+    found = _COUNTED.get(id(operator))
+    if found is None:
+        counted = kernel_of(operator) is not None or formula_of(operator) is not None or is_unknown(operator)
+        found = _COUNTED[id(operator)] = operator, counted
+    return found[1]

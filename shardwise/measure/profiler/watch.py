@@ -22,7 +22,7 @@ from shardwise.measure.profiler.attention import NAMES, bound, kernel_of, made_a
 from shardwise.measure.profiler.clock import Clock
 from shardwise.measure.profiler.formulas import formula_of, is_counted, is_unknown
 from shardwise.torch_private import (
-    TorchDispatchMode,
+    BareDispatchMode,
     autograd_number,
     autograd_sequence,
     graph_task,
@@ -79,7 +79,11 @@ class Watch:
         self._inside: list[tuple[str, bool]] = []
         self._functions: list[_Functions] = []
         self._marks: dict[int, Marks] = {NOT_IN_BACKWARD: Marks()}
+        self._node = (NOT_IN_BACKWARD, NOT_IN_BACKWARD, OUTSIDE)
+        """The node that ran last, by its backward pass and its number, and its owner."""
         self.attending = self._fused = False
+        self.behind = False
+        """Whether the clock stands at something else than a forward pass."""
         self._storages: set[int] = set()
         self._kept: dict[int, Any] = {}
         self._open = contextlib.ExitStack()
@@ -134,10 +138,13 @@ class Watch:
     def _owner_of_node(self, task: int) -> str:
         """The submodule whose forward pass made the node that runs. Nodes of a forward pass inside of a backward pass run in one
         that is nested in it, and were numbered by its thread."""
-        made = NOT_IN_BACKWARD
-        if len(self._marks) > 1:
-            made = max((each for each in self._marks if each < task), default=NOT_IN_BACKWARD)
-        return self._marks[made].owner(autograd_number())
+        number = autograd_number()
+        if self._node[:2] != (task, number):  # a node runs several operators
+            made = NOT_IN_BACKWARD
+            if len(self._marks) > 1:
+                made = max((each for each in self._marks if each < task), default=NOT_IN_BACKWARD)
+            self._node = task, number, self._marks[made].owner(number)
+        return self._node[2]
 
     def mark(self, owner: str) -> None:
         """Nodes from here on belong to this submodule."""
@@ -170,6 +177,7 @@ class Watch:
     def _switch(self, label: Label) -> None:
         if self.time and label != self.clock.label:
             self.clock.switch(label)
+            self.behind = label[1] != FORWARD
 
     def _save(self, x: Tensor) -> Tensor:
         """Count what autograd saves: each storage once, and what the module holds anyway not at all."""
@@ -227,7 +235,7 @@ class Watch:
         return out
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(BareDispatchMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self.watch = watch
@@ -235,8 +243,9 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         watch = self.watch
         # What neither counts nor is timed apart costs as little as can be: most operators are such.
+        # In a forward pass hooks have set the clock, unless a backward pass came between.
         counts = is_counted(operator)
-        if not counts and not watch.time:
+        if not counts and not (watch.time and (watch.behind or graph_task() != NOT_IN_BACKWARD)):
             return operator(*args, **kwargs) if kwargs else operator(*args)
         label = watch.label()
         attends = label[0].startswith(ATTENTION)
