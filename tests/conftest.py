@@ -39,8 +39,8 @@ LONGEST = (
     "measure/test_verify",
     "measure/test_profile",
     "train/test_launch",
-    "checkpoint/test_reshard",
-    "parallel/test_fp8",
+    "plan/test_validate",
+    "plan/test_search",
 )
 """Files that stay with one worker for longest; they begin first, so that none is left alone with one at the end."""
 SPREAD = "parallel/test_layouts.py"

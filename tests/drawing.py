@@ -20,6 +20,7 @@ GROUPS = {
     "preparation": 2,
     "resharding": 3,
     "searches": 5,
+    "servers": 1,
 }
 """How many of its tests the small tier takes of a group: tests that start ranks by the command or disturb them (a run that suffers
 every kind of fault is always there), dry ranks beside their plan, kernels in the interpreter, fits of laws, searches of large

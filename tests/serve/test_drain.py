@@ -108,6 +108,7 @@ def served(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
+@pytest.mark.drawn(group="servers")
 def test_the_verbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`load` measures what `serve` serves; SIGTERM then ends it well, in the middle of a request."""
     with served(tmp_path) as (process, url):

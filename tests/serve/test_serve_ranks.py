@@ -95,6 +95,7 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
+@pytest.mark.drawn(group="servers")
 def test_replicas_of_two_ranks(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They answer as one device does, find equal prefixes where they are cached, and end well in the middle of a request."""
     asked = ["generate", str(checkpoint), "--prompt", PROMPT, "--max-tokens", "12", "--temperature", "0", "--json"]
@@ -123,6 +124,7 @@ def test_replicas_of_two_ranks(checkpoint: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds ranks as Linux lists processes")
+@pytest.mark.drawn(group="servers")
 def test_a_lost_rank_ends_the_server_with_a_sentence(checkpoint: Path) -> None:
     with served(checkpoint, "--layout.pipeline=2") as (process, url):
 
