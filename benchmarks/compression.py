@@ -129,7 +129,7 @@ def fewer(method: str, options: argparse.Namespace) -> float:
     """How many times less that is than without the method, on the same axis."""
     run = make_run(method, 0, options.steps, options.replicas)
     axes = {axis: getattr(run.layout, axis) for axis in ("replicate", "shard")}
-    return sent(replace(run, layout=LayoutConfig(**axes))) / sent(run)
+    return sent(replace(run, layout=LayoutConfig(**axes))) / sent(run) if options.replicas > 1 else 1.0
 
 
 def main() -> None:

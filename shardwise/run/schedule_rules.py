@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from shardwise.run.config import Run
 from shardwise.run.rule import Rule
@@ -24,3 +25,10 @@ def _bpipe_rules(run: Run) -> Iterator[Rule]:
     ))
     yield Rule(several & (run.train.fp8 != "none"), "layout.schedule", ("train.fp8",),
                lambda: "bpipe hands over what autograd saves, and fp8 layers keep more beside it; use another schedule")
+    for used, key in (
+        (run.layout.recompute == "optimal", "layout.recompute"),
+        (run.memory.swaps, "memory.activations"),
+        (run.memory.activation_bits > 0, "memory.activation_bits"),
+    ):
+        yield Rule(several & used, "layout.schedule", (key,),
+                   partial("bpipe hands over what autograd saves, and {} keeps some of that otherwise; use 1f1b".format, key))

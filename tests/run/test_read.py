@@ -114,6 +114,7 @@ ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmu
         (["memory.activations=disk"], "memory.folder", "name a folder"),
         (["memory.activations=host", "layout.recompute=full"], "memory.activations", "chooses for each tensor"),
         (["memory.activations=host", "memory.activation_bits=4"], "memory.activations", "as they are"),
+        ([*OPTIMAL, "layout.pipeline=2", "layout.schedule=bpipe"], "layout.schedule", "keeps some of that otherwise"),
         ([*OPTIMAL, "train.fp8=rowwise", "cluster.chip=h100"], "train.fp8", "another form"),
         ([*OPTIMAL, "adapter.kind=lora"], "adapter.kind", "does not know"),
         ([*OPTIMAL, "layout.pipeline=2", "layout.schedule=zb-h1"], "layout.schedule", "deferred weight gradients"),
