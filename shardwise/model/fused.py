@@ -59,6 +59,7 @@ def fits(block: Block, config: ModelConfig) -> bool:
         isinstance(attention, GroupedAttention)
         and isinstance(block.ffn, FeedForward)
         and block.ffn_norm is not None
+        and not block.parallel
         and config.norm == "rmsnorm"
         and config.bias == "none"
         and config.activation in ACTIVATIONS

@@ -31,11 +31,18 @@ def softmax_scale_factor(config: ModelConfig) -> float:
     return yarn_get_mscale(config.rope_factor, config.yarn_mscale_all) ** 2
 
 
+def rotated_width(share: float, width: int) -> int:
+    """How many elements of a head of this width are rotated."""
+    return int(share * width)
+
+
 def rope_frequencies(config: ModelConfig, device: torch.device | str) -> tuple[Tensor, float]:
     """Radians per position for each pair, and the amplitude of the rotation."""
     width = config.rope_dim if config.attention == "latent" else config.head_dim
-    exponent = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
-    freq = config.rope_theta**-exponent
+    # Pairs that keep still come last: they have no frequency, and the rotated ones those of a head as wide as they are.
+    rotated = rotated_width(config.rope_share, width)
+    exponent = torch.arange(0, width, 2, dtype=torch.float64, device=device) / rotated
+    freq = torch.where(exponent < 1, config.rope_theta**-exponent, 0.0)
     if config.rope_scaling == "llama3":
         # The share of the original context that a wavelength fills decides how far it is stretched.
         turns = config.rope_original * freq / (2 * math.pi)

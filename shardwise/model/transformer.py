@@ -1,4 +1,4 @@
-"""The decoder-only transformer on one device: GPT, Llama, Qwen, Mixtral and DeepSeek are configurations of it.
+"""The decoder-only transformer on one device: GPT, OPT, Llama, Gemma, Qwen, Mixtral and DeepSeek are configurations of it.
 
 It knows nothing of parallelism, but names the parts where devices would have to talk to each other, as modules that can be
 replaced: the embedding, attention's `DotProductAttention`, the experts' dispatch, and the loss head. Nor does it know what is
@@ -37,23 +37,26 @@ class Output(NamedTuple):
 
 class Block(nn.Module):
     """Attention, then a feed-forward or MoE layer, each behind a norm and added to the residual stream; in a parallel block
-    (Wang & Komatsuzaki 2021, Chowdhery et al. 2022) both read the same norm of what enters."""
+    (Wang & Komatsuzaki 2021, Chowdhery et al. 2022) both read a norm of what enters, the same or each its own."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = make_norm(config)
         self.attention = LatentAttention(config) if config.attention == "latent" else GroupedAttention(config)
-        self.ffn_norm = None if config.parallel_block else make_norm(config)
+        self.ffn_norm = make_norm(config) if config.has_ffn_norm else None
+        self.parallel = config.parallel_block
         self.ffn = MoE(config) if config.is_moe(layer) else FeedForward(config, config.ffn)
 
     def forward(
         self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
         normed = self.attention_norm(x)
-        x = x + self.attention(normed, rope, mask, cache)
-        out = self.ffn(normed if self.ffn_norm is None else self.ffn_norm(x))
+        middle = x + self.attention(normed, rope, mask, cache)
+        if self.ffn_norm is not None:
+            normed = self.ffn_norm(x if self.parallel else middle)
+        out = self.ffn(normed)
         out, auxiliary = out if isinstance(out, tuple) else (out, None)
-        return x + out, auxiliary
+        return middle + out, auxiliary
 
 
 class Transformer(nn.Module):
@@ -83,7 +86,8 @@ class Transformer(nn.Module):
         self.dtype = dtype
         self.first = self.last = True
         self.embed = nn.Embedding(config.vocab, config.hidden)
-        self.positions = nn.Embedding(config.max_positions, config.hidden) if config.position == "learned" else None
+        rows = config.max_positions + config.position_offset
+        self.positions = nn.Embedding(rows, config.hidden) if config.position == "learned" else None
         own = range(config.layers) if layers is None else layers
         self.layers = nn.ModuleDict({str(n): Block(config, n) for n in own})
         self.norm = make_norm(config)
@@ -122,8 +126,10 @@ class Transformer(nn.Module):
         """Tokens to the residual stream."""
         assert self.embed is not None
         x = self.embed(tokens)
+        if self.config.embedding_scale:
+            x = x * self.config.hidden**0.5
         if self.positions is not None:
-            x = x + self.positions(positions)
+            x = x + self.positions(positions + self.config.position_offset)
         x = x if self.dtype is None else x.to(self.dtype)
         return x.requires_grad_() if self.frozen_embedding and torch.is_grad_enabled() else x
 

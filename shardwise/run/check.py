@@ -134,10 +134,15 @@ def _model_rules(run: Run) -> Iterator[Rule]:
         ))
         yield Rule(m.position == "rotary" and m.head_dim % 2, "model.head_dim", ("model.hidden", "model.heads"),
                    lambda: f"rope rotates pairs of elements, and a head of {m.head_dim} is odd")
+        rotated = int(m.rope_share * m.head_dim)
+        yield Rule(m.position == "rotary" and (rotated % 2 or not rotated), "model.rope_share", ("model.head_dim",),
+                   lambda: f"rope rotates pairs of elements, and {rotated} of {m.head_dim} are none")
     else:
         for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
             yield Rule(not getattr(m, name), f"model.{name}", ("model.attention",),
                        lambda: "latent attention needs this size; it is 0")
+        yield Rule(m.rope_share != 1.0, "model.rope_share", ("model.attention",),
+                   lambda: "latent attention rotates rope_dim elements, all of them; leave it 1")
         yield Rule(m.rope_dim % 2, "model.rope_dim", (),
                    lambda: f"rope rotates pairs of elements, and {m.rope_dim} is odd")
         other = m.position != "rotary" or m.qk_norm or m.bias != "none"

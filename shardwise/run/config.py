@@ -52,7 +52,13 @@ class ModelConfig:
     position: Literal["rotary", "learned"] = key(
         "rotary", "how positions enter: rotated queries and keys, or a learned table"
     )
+    position_offset: int = key(
+        0, "rows of the table of learned positions before that of the first token (OPT: 2)", least=0
+    )
     rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0)
+    rope_share: float = key(
+        1.0, "share of a head's pairs that are rotated; the others keep still (GPT-NeoX: 0.25)", above=0, most=1
+    )
     rope_scaling: Literal["none", "llama3", "yarn"] = key(
         "none", "how rotary frequencies stretch beyond the trained length"
     )
@@ -68,6 +74,10 @@ class ModelConfig:
     yarn_mscale_all: float = key(0.0, "YaRN: the same growth applied to all attention scores (DeepSeek)", least=0)
     qk_norm: bool = key(False, "normalise each head of queries and keys (Qwen3)")
     parallel_block: bool = key(False, "attention and feed-forward side by side, from one norm (GPT-J, PaLM)")
+    parallel_norms: int = key(
+        1, "parallel block: one norm for both of its parts, or 2: one each (GPT-NeoX)", least=1, most=2
+    )
+    embedding_scale: bool = key(False, "multiply embeddings by the square root of hidden (Gemma)")
     sliding_window: int = key(0, "attend to this many latest positions only; 0: to all", least=0)
     tied_embeddings: bool = key(False, "share the embedding with the output head")
     init_std: float = key(0.02, "standard deviation of initial weights", above=0)
@@ -100,6 +110,11 @@ class ModelConfig:
     def head_rows(self) -> int:
         """Rows of the head's matrix."""
         return 1 if self.scores else self.vocab
+
+    @property
+    def has_ffn_norm(self) -> bool:
+        """Whether the feed-forward layer has a norm of its own."""
+        return not self.parallel_block or self.parallel_norms > 1
 
     @property
     def gated(self) -> bool:

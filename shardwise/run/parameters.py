@@ -121,7 +121,7 @@ def _table(model: ModelConfig, where: str, adapter: AdapterConfig) -> tuple[Para
 def _layer(model: ModelConfig, moe: bool) -> tuple[Parameter, ...]:
     attention = _latent_attention(model) if model.attention == "latent" else _grouped_attention(model)
     ffn = _moe(model) if moe else _feed_forward(model, "ffn", model.ffn, "ffn")
-    ffn_norm = () if model.parallel_block else _norm(model, "ffn_norm")
+    ffn_norm = _norm(model, "ffn_norm") if model.has_ffn_norm else ()
     return (*_norm(model, "attention_norm"), *attention, *ffn_norm, *ffn)
 
 
@@ -134,7 +134,9 @@ def _first(model: ModelConfig) -> tuple[Parameter, ...]:
     tied = model.tied_embeddings
     found = [Parameter("embed.weight", (model.vocab, model.hidden), "embedding", multiplied=tied, tensor_dim=0)]
     if model.position == "learned":
-        found.append(Parameter("positions.weight", (model.max_positions, model.hidden), "embedding"))
+        found.append(
+            Parameter("positions.weight", (model.max_positions + model.position_offset, model.hidden), "embedding")
+        )
     return tuple(found)
 
 

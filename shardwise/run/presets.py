@@ -1,8 +1,9 @@
 """Published models by name, each as the keys of `[model]` that its published config sets.
 
 Shapes come from the authors' papers and released `config.json` files: GPT-2 (Radford et al. 2019), GPT-3 (Brown et al.
-2020, table 2.1), MT-NLG (Smith et al. 2022), Llama 1, 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024), Qwen2.5 and Qwen3
-technical reports, Mixtral (Jiang et al. 2024), DeepSeek-V3 (2024). Their parameter counts are tested against `transformers`.
+2020, table 2.1), MT-NLG (Smith et al. 2022), OPT (Zhang et al. 2022, table 1), GPT-NeoX (Black et al. 2022), PaLM (Chowdhery et al.
+2022, table 1), Gemma (2024), Llama 1, 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024), Qwen2.5 and Qwen3 technical reports,
+Mixtral (Jiang et al. 2024), DeepSeek-V3 (2024). Their parameter counts are tested against `transformers`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,24 @@ def _gpt(layers: int, hidden: int, heads: int, positions: int = 1024) -> Keys:
     return dict(
         layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden, vocab=50257, max_positions=positions, norm="layernorm",
         activation="gelu", bias="all", position="learned", tied_embeddings=True,
+    )  # fmt: skip
+
+
+def _opt(layers: int, hidden: int, heads: int) -> Keys:
+    return _gpt(layers, hidden, heads, 2048) | dict(vocab=50272, activation="relu", position_offset=2)
+
+
+def _palm(layers: int, hidden: int, heads: int) -> Keys:
+    return dict(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=1, head_dim=256, ffn=4 * hidden, vocab=256000, max_positions=2048,
+        norm="layernorm", parallel_block=True, tied_embeddings=True,
+    )  # fmt: skip
+
+
+def _gemma(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Keys:
+    return dict(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=256, ffn=ffn, vocab=256000, max_positions=8192,
+        norm_eps=1e-6, activation="geglu", embedding_scale=True, tied_embeddings=True,
     )  # fmt: skip
 
 
@@ -69,6 +88,32 @@ PRESETS: dict[str, Keys] = {
     "gpt2-1.5b": _gpt(48, 1600, 25),
     "gpt3-175b": _gpt(96, 12288, 96, 2048),
     "mt-nlg-530b": _gpt(105, 20480, 128, 2048),
+    "opt-125m": _opt(12, 768, 12),
+    "opt-1.3b": _opt(24, 2048, 32),
+    "opt-6.7b": _opt(32, 4096, 32),
+    "opt-13b": _opt(40, 5120, 40),
+    "opt-30b": _opt(48, 7168, 56),
+    "opt-66b": _opt(64, 9216, 72),
+    "opt-175b": _opt(96, 12288, 96),
+    "gpt-neox-20b": dict(
+        layers=44,
+        hidden=6144,
+        heads=64,
+        ffn=24576,
+        vocab=50432,
+        max_positions=2048,
+        norm="layernorm",
+        activation="gelu",
+        bias="all",
+        parallel_block=True,
+        parallel_norms=2,
+        rope_share=0.25,
+    ),
+    "palm-8b": _palm(32, 4096, 16),
+    "palm-62b": _palm(64, 8192, 32),
+    "palm-540b": _palm(118, 18432, 48),
+    "gemma-2b": _gemma(18, 2048, 8, 1, 16384),
+    "gemma-7b": _gemma(28, 3072, 16, 16, 24576),
     "llama1-7b": _llama1(32, 4096, 32, 11008),
     "llama1-13b": _llama1(40, 5120, 40, 13824),
     "llama1-33b": _llama1(60, 6656, 52, 17920),
@@ -130,13 +175,19 @@ PRESETS: dict[str, Keys] = {
 
 # Sequence and batch (in sequences) that models were pretrained with, by how their names begin. Published: GPT-2 (Radford et al.
 # 2019, section 2.3), GPT-3 (Brown et al. 2020, table 2.1: 3.2M tokens, here the 1536 sequences of MLPerf's and Megatron's runs),
-# MT-NLG (Smith et al. 2022: 1920 sequences), Llama 1 and 2 (Touvron et al. 2023: 4M tokens), Llama 3 405B (Grattafiori et al.
-# 2024, section 3.4.1: 4M tokens, then 8M, then 16M), DeepSeek-V3 (2024, section 4.2), the lengths of Qwen2.5, Qwen3 (before they
-# are stretched) and Mixtral. Assumed: 4M tokens where no batch is published, and for Llama 3 70B the 8M of the second phase.
+# MT-NLG (Smith et al. 2022: 1920 sequences), OPT-175B (Zhang et al. 2022: 2M tokens), GPT-NeoX (Black et al. 2022: 3.15M tokens),
+# PaLM 540B (Chowdhery et al. 2022: 512 sequences, then 1024, then 2048; here those of its middle), Llama 1 and 2 (Touvron et al.
+# 2023: 4M tokens), Llama 3 405B (Grattafiori et al. 2024, section 3.4.1: 4M tokens, then 8M, then 16M), DeepSeek-V3 (2024, section
+# 4.2), the lengths of Qwen2.5, Qwen3 (before they are stretched) and Mixtral. Assumed: 4M tokens where no batch is published, and
+# for Llama 3 70B the 8M of the second phase.
 _PRETRAINING = {
     "gpt2-": (1024, 512),
     "gpt3-": (2048, 1536),
     "mt-nlg-": (2048, 1920),
+    "opt-": (2048, 1024),
+    "gpt-neox-": (2048, 1538),
+    "palm-": (2048, 1024),
+    "gemma-": (8192, 512),
     "llama1-": (2048, 2048),
     "llama2-": (4096, 1024),
     "llama3-": (8192, 512),

@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         {"topk_method", "scoring_func", "num_key_value_heads"},
     ),
     "quantized": ("llama2", {"quantization_config": {"quant_method": "hqq"}}, {"quantization_config.quant_method"}),
-    "unknown": ("llama2", {"architectures": ["GemmaForCausalLM"]}, {"architectures"}),
+    "unknown": ("llama2", {"architectures": ["FalconForCausalLM"]}, {"architectures"}),
     "wrong type": ("llama2", {"hidden_size": "wide", "rms_norm_eps": -1.0}, {"hidden_size", "rms_norm_eps"}),
 }
 

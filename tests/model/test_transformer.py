@@ -13,7 +13,7 @@ from shardwise.model import Transformer, initialize
 from shardwise.model.attention import DotProductAttention, attention_mask
 from shardwise.model.initialize import draw
 from shardwise.model.moe import MoE, Router
-from shardwise.model.rope import rope_cos_sin
+from shardwise.model.rope import rope_cos_sin, rope_frequencies
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
 
@@ -200,6 +200,28 @@ def test_a_parallel_block_adds_attention_and_feed_forward_of_one_norm() -> None:
     normed = block.attention_norm(x)
     want = x + block.attention(normed, rope, None, None) + block.ffn(normed)
     torch.testing.assert_close(block(x, rope, None)[0], want)
+
+
+def test_a_parallel_block_may_have_two_norms_of_what_enters() -> None:
+    keys = dict(layers=2, hidden=16, heads=2, vocab=20, parallel_block=True, parallel_norms=2, norm="layernorm")
+    config = derive_model(ModelConfig(**keys), 8)
+    model = Transformer(config).double()
+    initialize(model, config, 0)
+    block = model.layers["0"]
+    x = torch.randn(2, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rope = rope_cos_sin(config, torch.arange(8)[None], x.dtype)
+    with torch.no_grad():
+        block.ffn_norm.weight.mul_(2.0)
+    want = x + block.attention(block.attention_norm(x), rope, None, None) + block.ffn(block.ffn_norm(x))
+    torch.testing.assert_close(block(x, rope, None)[0], want)
+
+
+def test_a_share_of_the_pairs_is_rotated_as_in_a_narrower_head_and_the_others_keep_still() -> None:
+    config = derive_model(ModelConfig(layers=1, hidden=32, heads=2, vocab=20, rope_share=0.5), 8)
+    narrow = derive_model(ModelConfig(layers=1, hidden=16, heads=2, vocab=20), 8)
+    freq, _ = rope_frequencies(config, "cpu")
+    torch.testing.assert_close(freq[:4], rope_frequencies(narrow, "cpu")[0])
+    assert not freq[4:].any()
 
 
 def test_initial_weights_depend_on_seed_name_and_place_only() -> None:

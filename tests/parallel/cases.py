@@ -21,14 +21,17 @@ MIXTURE = dict(
     layers=4, hidden=32, heads=4, kv_heads=4, ffn=64, vocab=61, experts=4, experts_per_token=2, expert_ffn=24,
     shared_experts=1, dense_layers=1, router="sigmoid",
 )  # fmt: skip
+GPT = dict(norm="layernorm", activation="gelu", bias="all", qk_norm=False)
 MODELS: dict[str, dict[str, Any]] = {
     "dense": DENSE,
     "mixture": MIXTURE,
-    "tied": DENSE | dict(tied_embeddings=True, position="learned", norm="layernorm", activation="gelu", bias="all", qk_norm=False),
+    "tied": DENSE | GPT | dict(tied_embeddings=True, position="learned", position_offset=2),
     "latent": dict(
         layers=4, hidden=32, heads=4, ffn=64, vocab=61, attention="latent", q_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8,
     ),
     "parallel": DENSE | dict(parallel_block=True),
+    "neox": DENSE | GPT | dict(parallel_block=True, parallel_norms=2, rope_share=0.5),
+    "gemma": DENSE | dict(embedding_scale=True, activation="geglu", tied_embeddings=True, qk_norm=False),
     "capacity": MIXTURE | dict(expert_capacity=0.8),
     "window": DENSE | dict(sliding_window=11),
     "softmax": MIXTURE | dict(router="softmax", shared_experts=0, dense_layers=0),
@@ -37,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
 LATENT = {name: MODELS["latent"][name] for name in ("attention", "q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim")}
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "tied embeddings": (dict(tied_embeddings=True),),
-    "parallel block": (dict(parallel_block=True),),
+    "parallel block": (dict(parallel_block=True), dict(parallel_block=True, parallel_norms=2)),
     "no query norm": (dict(qk_norm=False),),
     "latent attention": (LATENT | dict(qk_norm=False),),
     "window": tuple(dict(sliding_window=size) for size in (3, 16, 20)),

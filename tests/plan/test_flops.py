@@ -32,7 +32,8 @@ def test_parameters_are_as_many_as_published(name: str) -> None:
 
 
 def test_the_size_of_every_preset_is_published() -> None:
-    rounded = {"gpt3-175b": 175e9, "mt-nlg-530b": 530e9}
+    rounded = {"gpt3-175b": 175e9, "mt-nlg-530b": 530e9, "palm-8b": 9e9, "palm-62b": 62e9, "palm-540b": 540e9}
+    rounded |= {"opt-13b": 13e9, "opt-30b": 30e9, "opt-66b": 66e9, "opt-175b": 175e9}
     assert set(PRESETS) - set(PUBLISHED) == set(rounded)
     for name, size in rounded.items():
         assert round(parameters(derive_model(ModelConfig(**PRESETS[name]), 1024)).total, -9) == size

@@ -29,6 +29,14 @@ _TRAINING_ONLY = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"
 # Keys without meaning in a model of dense layers alone.
 _MOE_ONLY = ("experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "router", "router_groups",
              "router_top_groups")  # fmt: skip
+# What most networks have alike, and what a family must name to have it otherwise.
+_PLAIN: Keys = {
+    "parallel_block": False,
+    "parallel_norms": 1,
+    "embedding_scale": False,
+    "position_offset": 0,
+    "rope_share": 1.0,
+}
 
 
 def model_from_config(values: Keys, where: str = "config.json") -> tuple[ModelConfig, list[str]]:
@@ -60,6 +68,8 @@ def model_from_config(values: Keys, where: str = "config.json") -> tuple[ModelCo
         model["sliding_window"] = _read_qwen_window(values, model, family, refuse)
     if family.model_type == "qwen3_moe":
         model["dense_layers"] = _read_dense_layers(values, refuse)
+    if family.model_type == "opt" and values.get("word_embed_proj_dim", model["hidden"]) != model["hidden"]:
+        refuse("word_embed_proj_dim", f"must be hidden_size = {model['hidden']}: embeddings are not projected here")
     if family.model_type == "deepseek_v3":
         heads = values.get("num_attention_heads")
         if values.get("num_key_value_heads", heads) not in (None, heads):
@@ -135,6 +145,10 @@ def config_from_model(config: ModelConfig, where: str = "") -> tuple[str, Keys]:
         }
     if family.model_type == "gpt2":
         values |= {"n_ctx": config.max_positions, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    elif family.model_type == "gpt_neox":
+        values |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    elif family.model_type == "opt":
+        values |= {"word_embed_proj_dim": config.hidden, "dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0}
     elif family.model_type == "qwen3_moe":
         values |= {"num_local_experts": config.experts, "mlp_only_layers": list(range(config.dense_layers))}
     elif family.model_type == "mixtral":
@@ -148,11 +162,13 @@ def config_from_model(config: ModelConfig, where: str = "") -> tuple[str, Keys]:
 
 def _family_of(config: ModelConfig, where: str) -> Family:
     def differences(family: Family) -> list[Problem]:
-        wanted: Keys = {"parallel_block": False} | family.ours
-        if family.model_type == "gpt2":
+        wanted: Keys = _PLAIN | family.ours
+        if family.model_type in ("gpt2", "opt", "gpt_neox"):
             wanted |= {"kv_heads": config.heads, "head_dim": config.hidden / config.heads}
         if family.model_type == "deepseek_v3" and not config.experts:
             del wanted["router"]
+        if family.model_type == "gpt_neox":
+            wanted["rope_share"] = config.rope_share
         nearest = f"the nearest family, {family.architecture}, has"
         different = {k: getattr(config, k) for k, v in wanted.items() if getattr(config, k) != v}
         return [Problem(f"is {v!r}; {nearest} {wanted[k]!r}", f"model.{k}", where) for k, v in different.items()]

@@ -29,7 +29,7 @@ from shardwise.checkpoint.huggingface.packed.decode import PackedReader
 from shardwise.checkpoint.huggingface.packed.folder import check_names, copy_packed
 from shardwise.checkpoint.huggingface.packed.scheme import Packing, read_packing
 from shardwise.checkpoint.huggingface.quantized import open_published
-from shardwise.checkpoint.huggingface.tensors import Link, left_out, links
+from shardwise.checkpoint.huggingface.tensors import Link, Shifted, left_out, links
 from shardwise.checkpoint.huggingface.tokenizer import made_tokenizer, token_ids, tokenizer_config
 from shardwise.checkpoint.reader import Reader, find_weights, open_checkpoint
 from shardwise.checkpoint.weights import compare_shapes, open_weights, state_shapes
@@ -87,7 +87,7 @@ def from_hf(
 
     entries = []
     for link in found:
-        dtype = _promoted(reader, link.theirs)
+        dtype = torch.float32 if isinstance(link, Shifted) else _promoted(reader, link.theirs)
         entries += [Entry(name, dtype, shapes[name], partial(link.to_ours, name, reader)) for name in link.ours]
     with new_folder(out) as folder:
         _copy_companions(source, folder)

@@ -86,6 +86,67 @@ FAMILIES = (
         {"n_inner": None, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True},
     ),
     Family(
+        "OPTForCausalLM",
+        "opt",
+        {
+            "vocab_size": "vocab",
+            "hidden_size": "hidden",
+            "num_hidden_layers": "layers",
+            "num_attention_heads": "heads",
+            "ffn_dim": "ffn",
+            "max_position_embeddings": "max_positions",
+            "init_std": "init_std",
+            "tie_word_embeddings": "tied_embeddings",
+        },
+        _LLAMA_LIKE
+        | {
+            "norm": "layernorm",
+            "norm_eps": 1e-5,
+            "activation": "relu",
+            "bias": "all",
+            "position": "learned",
+            "position_offset": 2,
+            "sliding_window": 0,
+        },
+        {
+            "activation_function": ("relu",),
+            "do_layer_norm_before": (True,),
+            "_remove_final_layer_norm": (False,),
+            "enable_bias": (True,),
+            "layer_norm_elementwise_affine": (True,),
+        },
+        {"init_std": 0.02, "tie_word_embeddings": True},
+    ),
+    Family(
+        "GemmaForCausalLM",
+        "gemma",
+        _GROUPED,
+        _LLAMA_LIKE | {"activation": "geglu", "embedding_scale": True, "sliding_window": 0},
+        # Its first files say "gelu" and mean the approximation.
+        _NO_BIAS | {"hidden_act": ("gelu_pytorch_tanh", "gelu"), "hidden_activation": ("gelu_pytorch_tanh", None)},
+        _DEFAULTS | {"head_dim": 256, "num_key_value_heads": None, "tie_word_embeddings": True},
+    ),
+    Family(
+        "GPTNeoXForCausalLM",
+        "gpt_neox",
+        without(_SHAPE, "rms_norm_eps") | {"layer_norm_eps": "norm_eps"},
+        _LLAMA_LIKE
+        | {
+            "norm": "layernorm",
+            "activation": "gelu",
+            "bias": "all",
+            "parallel_block": True,
+            "parallel_norms": 2,
+            "sliding_window": 0,
+        },
+        {
+            "hidden_act": ("gelu_fast", "gelu_new", "gelu_pytorch_tanh"),
+            "use_parallel_residual": (True,),
+            "attention_bias": (True,),
+        },
+        {"layer_norm_eps": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": False},
+    ),
+    Family(
         "LlamaForCausalLM",
         "llama",
         _GROUPED,

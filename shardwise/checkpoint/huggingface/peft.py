@@ -22,7 +22,16 @@ from shardwise.checkpoint.adapters import adapter_shapes, base_of, fingerprint, 
 from shardwise.checkpoint.folder import checkpoint_folder, is_checkpoint
 from shardwise.checkpoint.format import RUN_FILE, read_header, read_json
 from shardwise.checkpoint.huggingface.convert import Conversion, check_free, from_hf, new_folder, write_json
-from shardwise.checkpoint.huggingface.tensors import Fused, Interleaved, Link, Stacked, links
+from shardwise.checkpoint.huggingface.tensors import (
+    Fused,
+    FusedHeads,
+    Interleaved,
+    Link,
+    Stacked,
+    is_neox,
+    like_gpt2,
+    links,
+)
 from shardwise.checkpoint.reader import Reader, open_checkpoint
 from shardwise.checkpoint.weights import compare_shapes
 from shardwise.checkpoint.writer import Entry, write_weights
@@ -128,11 +137,11 @@ def _links(run: Run, where: str) -> Iterator[Link]:
         table = layer_parameters(model, model.is_moe(layer), run.adapter)
         names = [f"layers.{layer}.{entry.name}" for entry in table if entry.adapted]
         # A link of three matrices is found by the first of them.
-        asked = [f"layers.{layer}.attention.q.weight", *names] if model.position == "learned" else names
+        asked = [f"layers.{layer}.attention.q.weight", *names] if like_gpt2(model) or is_neox(model) else names
         for link in links(model, dict.fromkeys(asked)):
             if isinstance(link, Stacked):
                 raise UserError(Problem(f"peft adapts stacked experts otherwise; {MERGE}", where=where))
-            if isinstance(link, Fused) and len(link.ours) > 1:
+            if isinstance(link, Fused | FusedHeads) and len(link.ours) > 1:
                 if set(link.ours) & set(names):
                     raise UserError(
                         Problem(
@@ -189,7 +198,7 @@ def _config(run: Run, modules: list[str], base: str) -> dict[str, Any]:
         use_rslora=adapter.rank_stabilized,
         use_dora=adapter.kind == "dora",
         bias="none",
-        fan_in_fan_out=run.model.position == "learned",
+        fan_in_fan_out=like_gpt2(run.model),
         modules_to_save=[SCORE] if run.model.scores else None,
         init_lora_weights=True,
     )

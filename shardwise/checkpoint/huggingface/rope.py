@@ -31,10 +31,13 @@ def read_rope(values: Keys, theta: float, refuse: Callable[[str, str], None], la
             return 1.0
         return float(value)
 
-    partial = scaling.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        refuse("partial_rotary_factor", f"is {partial}; this network rotates whole heads")
     keys: Keys = {"rope_theta": scaling.get("rope_theta") or values.get("rope_theta") or theta}
+    partial = scaling.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+    if values.get("model_type") == "gpt_neox":  # transformers 4 has names of their own for both
+        keys["rope_theta"] = scaling.get("rope_theta") or values.get("rotary_emb_base") or theta
+        keys["rope_share"] = partial or values.get("rotary_pct") or 0.25
+    elif partial not in (None, 1, 1.0):
+        refuse("partial_rotary_factor", f"is {partial}; this family's heads are rotated whole here")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ("default", "llama3", "yarn"):
         refuse(f"{name}.rope_type", f"is {kind}; this network has default, llama3 and yarn")
@@ -93,11 +96,15 @@ def write_rope(config: ModelConfig) -> Keys:
         scaling |= {"beta_fast": config.yarn_beta_fast, "beta_slow": config.yarn_beta_slow}
         scaling |= _write_amplitude(config)
     old = None if config.rope_scaling == "none" else {"type": config.rope_scaling} | scaling
-    return {
+    keys: Keys = {
         "rope_parameters": scaling | {"rope_theta": config.rope_theta},
         "rope_theta": config.rope_theta,
         "rope_scaling": old,
     }
+    if config.has_ffn_norm and config.parallel_block:  # GPT-NeoX
+        keys["rope_parameters"]["partial_rotary_factor"] = config.rope_share
+        keys |= {"rotary_pct": config.rope_share, "rotary_emb_base": config.rope_theta}
+    return keys
 
 
 def _write_amplitude(config: ModelConfig) -> Keys:

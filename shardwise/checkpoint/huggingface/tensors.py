@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.reader import Reader
+from shardwise.model.rope import rotated_width
 from shardwise.run import ModelConfig
 
 Shape = tuple[int, ...]
@@ -88,6 +89,45 @@ class Interleaved(Link):
         return torch.cat((unrotated, reordered), dim=1).flatten(0, 1)
 
 
+@dataclass(frozen=True)
+class FusedHeads(Link):
+    """GPT-NeoX keeps q, k and v in one matrix, head by head. Of a head of queries or keys the first `rotated` rows are, there, the
+    halves of its rotary pairs; in ours one half of all pairs is in each half of the width, and those that keep still are behind."""
+
+    heads: int
+    rotated: int
+
+    def their_shape(self, shape: Shape) -> Shape:
+        return (3 * shape[0], *shape[1:])
+
+    def to_ours(self, name: str, source: Reader) -> Iterator[Tensor]:
+        rows = source.get(self.theirs[0]).unflatten(0, (self.heads, 3, -1))
+        which = self.ours.index(name)
+        own = rows[:, which]
+        yield (own if which == 2 else own[:, self.order(own.shape[1])]).flatten(0, 1)
+
+    def to_theirs(self, name: str, source: Reader) -> Iterator[Tensor]:
+        each = [source.get(ours).unflatten(0, (self.heads, -1)) for ours in self.ours]
+        back = torch.argsort(torch.tensor(self.order(each[0].shape[1])))
+        yield torch.stack([rows if n == 2 else rows[:, back] for n, rows in enumerate(each)], dim=1).flatten(0, 2)
+
+    def order(self, width: int) -> list[int]:
+        """Their row for each of ours."""
+        half, still = self.rotated // 2, list(range(self.rotated, width))
+        middle = width // 2 - half
+        return [*range(half), *still[:middle], *range(half, self.rotated), *still[middle:]]
+
+
+class Shifted(Link):
+    """Gemma keeps what a norm multiplies with less 1. Near 1 few bits are left for it, so ours is in float32."""
+
+    def to_ours(self, name: str, source: Reader) -> Iterator[Tensor]:
+        yield source.get(self.theirs[0]).float() + 1.0
+
+    def to_theirs(self, name: str, source: Reader) -> Iterator[Tensor]:
+        yield source.get(self.ours[0]).float() - 1.0
+
+
 _GPT = {
     "embed": "transformer.wte",
     "positions": "transformer.wpe",
@@ -98,6 +138,30 @@ _GPT = {
     "ffn_norm": "ln_2",
     "ffn.up": "mlp.c_fc",
     "ffn.down": "mlp.c_proj",
+}
+_OPT = {
+    "embed": "model.decoder.embed_tokens",
+    "positions": "model.decoder.embed_positions",
+    "norm": "model.decoder.final_layer_norm",
+    "head": "lm_head",
+    "attention_norm": "self_attn_layer_norm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.out_proj",
+    "ffn_norm": "final_layer_norm",
+    "ffn.up": "fc1",
+    "ffn.down": "fc2",
+}
+_NEOX = {
+    "embed": "gpt_neox.embed_in",
+    "norm": "gpt_neox.final_layer_norm",
+    "head": "embed_out",
+    "attention_norm": "input_layernorm",
+    "attention.out": "attention.dense",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.up": "mlp.dense_h_to_4h",
+    "ffn.down": "mlp.dense_4h_to_h",
 }
 _OTHERS = {
     "embed": "model.embed_tokens",
@@ -140,7 +204,11 @@ _LATENT = {
 def links(config: ModelConfig, ours: Iterable[str], interleaved: bool = True) -> Iterator[Link]:
     """How each of the network's tensors is stored in the files of its family, in the order of `ours`. `interleaved` says how latent
     attention's rotary rows lie there."""
-    if config.position == "learned":
+    if is_neox(config):
+        table = _NEOX
+    elif is_opt(config):
+        table = _OPT
+    elif config.position == "learned":
         table = _GPT
     elif config.attention == "latent":
         table = _OTHERS | _LATENT | ({"attention.q": "self_attn.q_b_proj"} if config.q_rank else {})
@@ -148,14 +216,17 @@ def links(config: ModelConfig, ours: Iterable[str], interleaved: bool = True) ->
         table = _OTHERS | (_MIXTRAL if config.experts and not config.qk_norm else {})
     if config.scores:
         table = table | {"head": "score"}
-    gpt = config.position == "learned"
+    gpt = like_gpt2(config)
+    above = "transformer.h" if gpt else "model.decoder.layers" if is_opt(config) else "model.layers"
+    above = "gpt_neox.layers" if is_neox(config) else above
+    kind = Shifted if config.embedding_scale else Link
     for name in ours:
         match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
         if match is None:
             module, leaf = name.rsplit(".", 1)
-            yield Link((name,), (f"{table[module]}.{leaf}",))
+            yield (kind if module == "norm" else Link)((name,), (f"{table[module]}.{leaf}",))
         else:
-            layer = f"transformer.h.{match[1]}" if gpt else f"model.layers.{match[1]}"
+            layer = f"{above}.{match[1]}"
             yield from _layer_link(config, name, match[2], layer, table, interleaved)
 
 
@@ -167,11 +238,15 @@ def _layer_link(
         yield Stacked((name,), tuple(theirs.format(e) for e in range(config.experts)))
         return
     module, leaf = rest.rsplit(".", 1)
-    gpt = config.position == "learned"
-    if gpt and module in ("attention.q", "attention.k", "attention.v"):
+    gpt = like_gpt2(config)
+    if (gpt or is_neox(config)) and module in ("attention.q", "attention.k", "attention.v"):
         if module == "attention.q":  # one link serves all three
             fused = tuple(f"{name.removesuffix(f'q.{leaf}')}{letter}.{leaf}" for letter in "qkv")
-            yield Fused(fused, (f"{layer}.attn.c_attn.{leaf}",))
+            if gpt:
+                yield Fused(fused, (f"{layer}.attn.c_attn.{leaf}",))
+            else:
+                rotated = rotated_width(config.rope_share, config.head_dim)
+                yield FusedHeads(fused, (f"{layer}.attention.query_key_value.{leaf}",), config.heads, rotated)
         return
     theirs = f"{layer}.{table[module]}.{'e_score_correction_bias' if rest == 'ffn.router.bias' else leaf}"
     if gpt and leaf == "weight" and not module.endswith("norm"):
@@ -180,13 +255,32 @@ def _layer_link(
         yield Interleaved((name,), (theirs,), config.nope_dim, config.rope_dim)
     elif config.attention == "latent" and interleaved and module == "attention.kv_down":
         yield Interleaved((name,), (theirs,), config.kv_rank, config.rope_dim)
+    elif config.embedding_scale and module.endswith("norm"):
+        yield Shifted((name,), (theirs,))
     else:
         yield Link((name,), (theirs,))
 
 
+def is_opt(config: ModelConfig) -> bool:
+    """Whether a network is of the family of OPT, whose files are not laid out like GPT-2's."""
+    return config.position == "learned" and config.activation == "relu"
+
+
+def is_neox(config: ModelConfig) -> bool:
+    """Whether a network is of the family of GPT-NeoX."""
+    return config.position == "rotary" and config.parallel_block and config.has_ffn_norm
+
+
+def like_gpt2(config: ModelConfig) -> bool:
+    """Whether its files keep matrices transposed, and q, k and v in one."""
+    return config.position == "learned" and not is_opt(config)
+
+
 def left_out(config: ModelConfig, name: str) -> str:
     """Why a tensor of their files that no link names may be left out, or "" when it may not."""
-    if config.position == "learned" and re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias", name):
+    if like_gpt2(config) and re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias", name):
+        return "attention masks"
+    if is_neox(config) and re.fullmatch(r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias", name):
         return "attention masks"
     if name.endswith("rotary_emb.inv_freq"):
         return "tables of rotary frequencies"

@@ -76,7 +76,7 @@ def _norm(ops: OpList, tokens: Number, width: Number = 0) -> None:
 
 def _ffn_input_bytes(job: Job) -> Number:
     """What the feed-forward layer saves of its input. In a parallel block that is attention's, but gathered once more."""
-    if not job.model.parallel_block:
+    if job.model.has_ffn_norm:
         return _saved_input(job)
     return _saved_input(job) * (job.layout.tensor > 1) * job.framework.saves_gathered
 
@@ -271,7 +271,7 @@ def layer(job: Job, *, routed: bool) -> OpList:
         spared = values * (job.width - packed_bytes(GROUP, job.memory.activation_bits) / GROUP)
         ops.elementwise("packed", "norm", values * PACK, values * UNPACK, saved=-spared, launches=(30.0, 8.0))
     _attention(ops)
-    if not job.model.parallel_block:
+    if job.model.has_ffn_norm:
         _norm(ops, residual_tokens(job))
     if routed:
         _moe(ops)

@@ -296,7 +296,7 @@ def weight_bytes(s: Serving) -> dict[str, float]:
     ffn = (m.layers - s.routed_layers) * multiplied(m, False)["ffn"] + parameters(m).shared_experts
     tables = m.vocab * m.hidden * (1 if m.tied_embeddings and not s.engine.tables_apart else 2) / t
     if m.position == "learned":
-        tables += m.max_positions * m.hidden
+        tables += (m.max_positions + m.position_offset) * m.hidden
     return {
         "attention": m.layers * (matrices * s.attention_weights.bytes + small * 2.0) / s.pipeline,
         "ffn": ffn / t * s.weights.bytes / s.pipeline,

@@ -85,7 +85,9 @@ def block(tape: Tape, x: str, layer: int, rows: Rows | None) -> str:
         normed = norm(tape, x, "attention_norm", tokens)
         tape.again("attention_norm", normed, x)
         attended = attention(tape, gathered(tape, normed, "attention input"))
-        if not m.parallel_block:
+        if m.parallel_block and m.has_ffn_norm:
+            normed = norm(tape, x, "ffn_norm", tokens)
+        elif m.has_ffn_norm:
             middle = tape.make("middle", tokens * m.hidden)
             tape.again("middle", middle, x, attended)
             normed = norm(tape, middle, "ffn_norm", tokens)
@@ -110,6 +112,8 @@ def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved
     if stage.first and run.layout.tensor > 1 and not run.adapter.used:
         tape.save_new("embedding rows", planned.tokens, INTEGER)
         tape.save_new("embedding known", planned.tokens, 1)
+    if m.position == "learned" and m.position_offset and stage.first:
+        tape.save_new("positions", run.train.seq_len // run.layout.context, INTEGER)
     if m.position == "rotary" and stage.layers:
         width = m.rope_dim if m.attention == "latent" else m.head_dim
         tape.save_new("rope", 2 * run.train.seq_len // run.layout.context * width, planned.high_width)

@@ -334,10 +334,16 @@ def _adds_up_deferred(planned: PlannedRank, stage: int) -> bool:
 
 
 def compiled_away(run: Run, rank: int) -> float:
-    """Share of the saved activations that a compiled layer does without: it recomputes the gate's function from the gate."""
+    """Share of the saved activations that a compiled layer does without: it recomputes the gate's function from the gate, in
+    experts as in dense layers."""
     planned = planned_rank(run, rank)
     if not run.model.gated:
         return 0.0
-    dense = sum(1 for layer, recomputed in planned.layers() if not recomputed and not run.model.is_moe(layer))
-    away = dense * planned.tokens * run.model.ffn // run.layout.tensor * planned.width
+    m, lay = run.model, run.layout
+    kept = [m.is_moe(layer) for layer, recomputed in planned.layers() if not recomputed]
+    dense = kept.count(False) * planned.tokens * m.ffn // lay.tensor
+    width = m.expert_ffn // (lay.tensor if lay.expert_tensor else 1)
+    tokens = planned.local_tokens * (lay.tensor if lay.expert_tensor else 1)
+    routed = tokens * m.experts_per_token * width + planned.tokens * m.shared_experts * m.expert_ffn // lay.tensor
+    away = (dense + kept.count(True) * routed) * planned.width
     return away / max(1, sum(stage.whole for stage in _saved(planned).values()))
