@@ -84,16 +84,22 @@ class PlannedRun(NamedTuple):
 def read_planned(
     path: str | Path | None = None, overrides: Iterable[Override] = (), rules: Iterable[Rule] = ()
 ) -> PlannedRun:
-    """The run for a plan, which is asked about the published model where a run names one and says nothing of precision and batch:
-    these are then what it was pretrained with. Training has small defaults instead, which suit any machine."""
+    """The run for a plan, which is asked about the published model where a run names one: what it does not say of precision,
+    sequence and batch is then what the model was pretrained with, the batch in tokens. Training has small defaults instead, which
+    suit any machine."""
     problems: list[Problem] = []
     given = _all_given(path, overrides, problems)
     preset = given.get("model.preset", ("", ""))[0]
     left, source = [name for name in PRECISION_AND_BATCH if name not in given], "defaults"
-    if left == list(PRECISION_AND_BATCH) and isinstance(preset, str) and preset in PRESETS:
+    if left and isinstance(preset, str) and preset in PRESETS:
         source = f"taken from the preset {preset}"
-        keys = pretraining(preset)
-        if "train.microbatch" not in given and given.get("layout.auto", ("",))[0] not in (True, "true"):
+        published = pretraining(preset)
+        length = str(given.get("train.seq_len", ("",))[0])
+        if length.isdecimal() and int(length):
+            published["global_batch"] = max(1, published["global_batch"] * published["seq_len"] // int(length))
+        keys = {name: value for name, value in published.items() if f"train.{name}" in left}
+        auto = given.get("layout.auto", ("",))[0] in (True, "true")
+        if "global_batch" in keys and "train.microbatch" not in given and not auto:
             keys["microbatch"] = 1  # a rank's whole share of such a batch never fits
         left = [f"train.{name}" for name in keys]
         given.update({f"train.{name}": (value, f"preset {preset}") for name, value in keys.items()})

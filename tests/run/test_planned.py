@@ -30,8 +30,20 @@ def test_what_a_run_leaves_open_is_the_presets_in_a_plan_alone() -> None:
     assert (trained.dtype, trained.seq_len, trained.global_batch) == ("float32", 512, 32)
 
 
-def test_a_users_own_keys_keep_the_defaults_beside_them() -> None:
-    planned = read_planned(None, ["model.preset=llama3-8b", "train.seq_len=4096"])
+def test_what_a_user_sets_leaves_the_rest_to_the_preset() -> None:
+    """Also with one key set: a longer sequence leaves the tokens of a batch as published, and no key falls back to 512 tokens."""
+    planned = read_planned(None, ["model.preset=llama3-405b", "train.seq_len=131072", "cluster.chip=h100"])
+    assert (planned.run.train.dtype, planned.run.train.global_batch) == ("bfloat16", 128)
+    assert list(planned.left_open) == ["train.dtype", "train.global_batch", "train.microbatch"]
+    planned = read_planned(None, ["model.preset=llama3-8b", "train.dtype=bfloat16", "layout.shard=8"])
+    assert (planned.run.train.seq_len, planned.run.train.microbatch) == (8192, 1)
+    assert "taken from the preset llama3-8b: train.seq_len = 8192" in planned.sentence()
+    own = read_planned(None, ["model.preset=llama3-8b", "train.seq_len=512", "train.global_batch=8"])
+    assert (own.run.train.dtype, own.run.train.microbatch) == ("bfloat16", 8)
+
+
+def test_a_model_of_ones_own_keeps_the_defaults() -> None:
+    planned = read_planned(None, ["model.layers=2", "train.seq_len=4096"])
     assert (planned.run.train.dtype, planned.run.train.global_batch) == ("float32", 32)
     assert planned.sentence() == "not set in the run, defaults: train.dtype = float32, train.global_batch = 32"
     complete = ["train.seq_len=4096", "train.dtype=bfloat16", "train.global_batch=8"]

@@ -53,14 +53,15 @@ def _saved(job: Job, ops: OpList) -> Number:
 
 
 def recomputed_layers(job: Job, ops: OpList) -> Number:
-    """Which share of the layers like this one is recomputed."""
+    """Which share of the layers like this one is recomputed. A budget keeps whole layers."""
     lay = job.layout
     if lay.recompute != "budget":
         return 1.0 / lay.recompute_every
     saved = _saved(job, ops)
     spared = saved - residual_bytes(job)
     layers = job.model.layers / lay.pipeline
-    return np.clip((layers * saved - lay.recompute_budget * GIB) / (layers * spared), 0.0, 1.0)
+    over = np.ceil((layers * saved - lay.recompute_budget * GIB) / spared - 1e-9)
+    return np.clip(over / layers, 0.0, 1.0)
 
 
 @dataclass(frozen=True)

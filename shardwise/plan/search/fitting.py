@@ -13,24 +13,28 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
+
 from shardwise.ledger import Memory
 from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.plan import Plan, plan_job
-from shardwise.plan.search.advice import evaluate, leanest
+from shardwise.plan.search.advice import leanest
 from shardwise.plan.search.play import play
 from shardwise.plan.search.pool import (
     LEAST_MEMORY,
     LEAST_MEMORY_OF_MANY,
     LEAST_TIME,
+    LEAST_TIME_OF_FEW,
     PLAY_ALL,
     POOL,
+    RECOMPUTING,
     SLOWER,
     Candidate,
     Candidates,
     every_one,
     screen_all,
 )  # fmt: skip
-from shardwise.plan.search.screen import Group, LayoutIndex, Space
+from shardwise.plan.search.screen import Group, LayoutIndex, Screened, Space
 from shardwise.plan.serving.rollouts import rollouts_fit
 from shardwise.plan.trainer.memory import memory_that_fits
 from shardwise.run import Run
@@ -41,6 +45,8 @@ AT_ONCE = 120
 """Candidates that are played together, before what they tell is looked at."""
 TOO_FULL = 400
 """Layouts without room for an engine, after which no more are counted where none was found that has it."""
+LIKELY = 120
+"""Layouts that are played to know which of them have most to gain from a recompute budget."""
 MEMORY_LIMITS = (0.75, 0.5)
 """Where screened memory is so far off that none of the fastest fits: the fastest that need so much of the capacity."""
 
@@ -184,27 +190,36 @@ class Fitting:
                     least = one.memory.peak
         return found
 
-    def roomy(self) -> Iterator[Candidate]:
-        """Played layouts that recompute everything, the most promising first if the memory that they leave free is spent on saved
-        activations: by screened figures, as if time fell evenly from that of full recomputation to that of none."""
-        words = self.space.choices.recompute
-        if "full" not in words or "none" not in words:
-            return
-        full, none = words.index("full"), words.index("none")
-        sizes = {group: group.shape[1] * group.shape[2] for group in self.space.groups}
-        every = [
-            one
-            for one in self.played
-            if one.layout.row // sizes[one.group] == full and one.memory <= self.space.capacity
-        ]
-        alike: dict[tuple[Group, str, int], list[tuple[Candidate, LayoutIndex]]] = {}
-        for one in every:
-            size = sizes[one.group]
-            saving = one.layout._replace(row=one.layout.row % size + none * size)
-            alike.setdefault((one.group, *saving[:2]), []).append((one, saving))
-        likely = []
-        for (group, _, _), some in alike.items():
-            for (least, need), (one, _) in zip(evaluate(group, [index for _, index in some]), some, strict=True):
-                share = (self.space.capacity - one.memory) / max(need - one.memory, 1.0)
-                likely.append((one.seconds - min(share, 1.0) * (one.seconds - least), one))
-        yield from (one for _, one in sorted(likely, key=lambda found: found[0]))
+    def roomy(self, seconds: float) -> list[tuple[float, Run]]:
+        """Layouts that recompute everything and may take less than so many seconds if the memory that they leave free is spent on
+        saved activations, the most promising first, with the seconds they may take: as if time fell evenly from that of full
+        recomputation to that of none. Screened figures choose, played ones order."""
+        likely = [found[1:] for found in sorted(self._spare(seconds), key=lambda found: found[0])[:LIKELY]]
+        times = iter(play([one[2:] for both in likely for one in both]))
+        found = []
+        for (one, saving), most, least in zip(likely, times, times, strict=False):
+            share = (self.space.capacity - one.memory) / max(saving.memory - one.memory, 1.0)
+            reached = most - min(share, 1.0) * (most - least)
+            if reached < seconds:
+                found.append((about(reached), one.group.run_at(one.layout)))
+        return sorted(found, key=lambda one: one[0])
+
+    def _spare(self, seconds: float) -> Iterator[tuple[float, Candidate, Candidate]]:
+        """The same by screened figures alone: the seconds, and the layout with full recomputation and with none."""
+        capacity, words = self.space.capacity, self.space.choices.recompute
+        longest = seconds / (LEAST_TIME if self.space.count > PLAY_ALL else LEAST_TIME_OF_FEW)
+        for group, one in self._first_pool[0].recomputing:
+            if not one.seconds.min() < RECOMPUTING * longest:
+                continue
+            size = group.shape[1] * group.shape[2]
+            (saving,) = group.screen([one[:2]], one.rows % size + words.index("none") * size)
+            share = (capacity - one.memory) / np.maximum(saving.memory - one.memory, 1.0)
+            with np.errstate(invalid="ignore"):  # illegal layouts take forever
+                reached = one.seconds - np.minimum(share, 1.0) * (one.seconds - saving.seconds)
+            for method, n in zip(*(x.tolist() for x in np.nonzero(reached < longest)), strict=True):
+                yield float(reached[method, n]), _candidate(group, one, method, n), _candidate(group, saving, method, n)
+
+
+def _candidate(group: Group, one: Screened, method: int, n: int) -> Candidate:
+    index = LayoutIndex(one.schedule, one.chunks, method, int(one.rows[n]))
+    return Candidate(float(one.seconds[method, n]), float(one.memory[n]), group, index)

@@ -20,10 +20,14 @@ LEAST_MEMORY = 0.84
 LEAST_MEMORY_OF_MANY = 0.92
 """The same in a large space. Of the layouts of large models that tests/plan/test_search.py draws none needs less than 0.936."""
 LEAST_TIME = 0.96
-"""The same of a step's time in a large space. Among the 3000 fastest of five searches on 64 to 16,384 devices 0.968 is the least.
-In small jobs, where the host limits a step, it may be 0.75, and all of them are played."""
+"""The same of a step's time in a large space. Among the 3000 fastest of five searches on 64 to 16,384 devices 0.968 is the
+least."""
+LEAST_TIME_OF_FEW = 0.75
+"""The same in small jobs, where the host limits a step. All of them are played."""
 SLOWER = 1.6
 """Layouts that take this many times the best one's step are of no interest, however lean."""
+RECOMPUTING = 1.5
+"""The most that full recomputation takes of the time of none: one more forward pass, which takes no longer than a backward pass."""
 BINS = 48
 """Steps of memory on the front while screening."""
 SAMPLE = 23
@@ -47,6 +51,8 @@ class Candidates(NamedTuple):
     found: list[Candidate]
     complete: float
     """No layout that was screened as faster than this is missing."""
+    recomputing: list[tuple[Group, Screened]]
+    """Rows that recompute everything, fit, and may be among the fastest with a part of that."""
 
 
 class _Pool:
@@ -54,6 +60,7 @@ class _Pool:
 
     def __init__(self, most_memory: float, most: int) -> None:
         self.most_memory, self.most = most_memory, most
+        self.recomputing: list[tuple[Group, Screened]] = []
         self.front = np.full(BINS, np.inf)
         self.slowest = self.limit = np.inf
         self.found: list[tuple[float, float, Group, str, int, int, int]] = []
@@ -66,6 +73,7 @@ class _Pool:
 
     def add(self, group: Group, one: Screened) -> None:
         """Take what is among the fastest, or faster than all that are as lean."""
+        self.recomputing += _recomputing(group, one, RECOMPUTING / SLOWER * self.limit)
         steps = np.minimum(one.memory * (BINS / self.most_memory), BINS - 1).astype(np.int64)
         fast = np.where(one.memory <= self.most_memory, np.maximum(self.front[steps], self.slowest), -1.0)
         fast = np.minimum(fast, self.limit)
@@ -99,7 +107,18 @@ class _Pool:
         """The fastest first."""
         self._prune() if len(self.found) > self.most else self.found.sort(key=lambda c: c[0])
         every = [Candidate(c[0], c[1], c[2], LayoutIndex(*c[3:])) for c in self.found]
-        return Candidates(every, min(self.slowest, self.limit))
+        return Candidates(every, min(self.slowest, self.limit), self.recomputing)
+
+
+def _recomputing(group: Group, one: Screened, most: float) -> list[tuple[Group, Screened]]:
+    """The rows that recompute everything, fit, and take less than so many seconds."""
+    words = group.space.choices.recompute
+    if "full" not in words or "none" not in words:
+        return []
+    full = one.rows // (group.shape[1] * group.shape[2]) == words.index("full")
+    (kept,) = np.nonzero(full & (one.memory <= group.space.capacity) & (one.seconds < most).any(axis=0))
+    few = one._replace(rows=one.rows[kept], seconds=one.seconds[:, kept], memory=one.memory[kept])
+    return [(group, few)] if len(kept) else []
 
 
 def screen_all(space: Space, most: int, most_memory: float) -> Candidates:
@@ -117,10 +136,12 @@ def screen_all(space: Space, most: int, most_memory: float) -> Candidates:
 def every_one(space: Space, most_memory: float) -> Candidates:
     """All that need no more memory."""
     found = []
+    recomputing = []
     for group in space.groups:
         for one in group.screen(group.schedules, group.rows(), most_memory):
+            recomputing += _recomputing(group, one, np.inf)
             there = np.isfinite(one.seconds) & (one.memory <= most_memory)
             for method, n in zip(*(x.tolist() for x in np.nonzero(there)), strict=True):
                 index = LayoutIndex(one.schedule, one.chunks, method, int(one.rows[n]))
                 found.append(Candidate(float(one.seconds[method, n]), float(one.memory[n]), group, index))
-    return Candidates(sorted(found, key=lambda c: c.seconds), np.inf)
+    return Candidates(sorted(found, key=lambda c: c.seconds), np.inf, recomputing)

@@ -22,7 +22,8 @@ from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, 
 from shardwise.plan.search.fitting import LEANER, Fitting, Found, about
 from shardwise.plan.search.screen import Space
 from shardwise.plan.serving.rollouts import plan_rollouts
-from shardwise.plan.time.step import prepare, step_times
+from shardwise.plan.time.goodput import data_stall
+from shardwise.plan.time.step import prepare, step_time
 from shardwise.plan.trainer.memory import memory_of, memory_that_fits
 from shardwise.run import Run, UserError
 from shardwise.run.axes import SPLIT_BACKWARD
@@ -146,17 +147,23 @@ def _spare(counts: list[int]) -> int:
 
 def _kept(best: Found, spaces: Sequence[Fitting]) -> tuple[Plan, str] | None:
     """The best, or one that gains more, with its spare memory spent on saved activations; None where the best stays the best."""
-    (fitting,) = (one for one in spaces if one.space is best.candidate.group.space)
-    fits = (one for candidate in fitting.roomy() if (one := fitting.fits(candidate)) is not None)
-    runs = dict.fromkeys([best.run, *(one.run for one in islice(fits, ROOMY))])
-    jobs = [(job_of(kept), kept) for run in runs if (kept := keeping(run)) is not None]
-    steps = step_times([prepare(job) for job, _ in jobs])
-    fastest = min(zip(steps, jobs, strict=True), key=lambda one: one[0].seconds, default=None)
-    if fastest is None or fastest[0].seconds >= best.seconds:
+    devices = best.candidate.group.space.devices
+    every = [one for fitting in spaces if fitting.space.devices == devices for one in fitting.roomy(best.seconds)]
+    fastest, least, tried = None, best.seconds, 0
+    for reached, run in sorted(every, key=lambda one: one[0]):
+        if tried == ROOMY or reached > PROMISING * least:
+            break
+        if memory_that_fits(run, job_of(run)) is None or (kept := keeping(run)) is None:
+            continue
+        tried += 1
+        job = job_of(kept)
+        step = step_time(prepare(job))
+        seconds = step.seconds + data_stall(kept, job.cluster, step.seconds)
+        if seconds < least:
+            fastest, least = (kept, job, step), seconds
+    if fastest is None:
         return None
-    step, (job, run) = fastest
-    found = plan_job(run, job, step)
-    none = _with(run, "none")
+    found, none = plan_job(*fastest), _with(fastest[0], "none")
     gain = found.account.step_seconds / plan_job(none, job_of(none), precise=False).account.step_seconds
     return found, sentence("recompute budget → none", gain, memory_of(none, job_of(none)))
 
@@ -226,8 +233,10 @@ NO_ENGINE = (
     "layouts fit that train this run, but none leaves room for the weights and one answer of the engine that makes its answers; "
     "use more devices, adapters, or a shorter train.seq_len"
 )
-ROOMY = 2
-"""Layouts that are tried with a recompute budget beside the best one: those that have most to gain."""
+PROMISING = 1.01
+"""How far above what it really takes a layout's time may have been guessed."""
+ROOMY = 6
+"""Layouts that are tried with a recompute budget: those that have most to gain."""
 STEPS = 7
 """Halvings of the budget's range: then it is known to a hundredth."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -115,11 +116,11 @@ def _saved_behind(place: PlannedRank) -> float:
     run = place.run
     layers = list(place.layers())
     recomputed = [number for number, (_, again) in enumerate(layers) if again]
-    behind = layers[recomputed[-1] + 1 :] if recomputed else []
+    behind = Counter(run.model.is_moe(number) for number, _ in (layers[recomputed[-1] + 1 :] if recomputed else []))
     if not behind:
         return 0.0
     job = job_of(replace(run, layout=replace(run.layout, recompute="none")))
-    return sum(float(layer_activations(job, routed=run.model.is_moe(number))[0]) for number, _ in behind)
+    return sum(count * float(layer_activations(job, routed=routed)[0]) for routed, count in behind.items())
 
 
 def _peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:
