@@ -251,10 +251,8 @@ def _whole(parts: list[dict[str, Any]]) -> dict[str, Any]:
     for part in parts:
         for name, (where, value) in part["parameters"].items():
             if name not in found:
-                most = [
-                    max(each["parameters"][name][0][dim].stop for each in parts if name in each["parameters"])
-                    for dim in range(value.ndim)
-                ]
+                ends = [each["parameters"][name][0] for each in parts if name in each["parameters"]]
+                most = [max(end[dim].stop or value.shape[dim] for end in ends) for dim in range(value.ndim)]
                 found[name] = np.zeros(most, value.dtype)
             found[name][where] = value
     return found

@@ -27,7 +27,8 @@ AXES: list[dict[str, Any]] = [
     dict(context=2),
 ]
 MODEL = dict(layers=2, hidden=32, heads=4, kv_heads=2, vocab=260)
-EXPERTS = MODEL | dict(experts=4, experts_per_token=2, router="sigmoid", shared_experts=1)
+TO_EXPERTS = dict(experts=4, experts_per_token=2, router="sigmoid", shared_experts=1)
+EXPERTS = MODEL | TO_EXPERTS
 
 
 @pytest.mark.parametrize("layout", AXES, ids=lambda layout: "-".join(layout))
@@ -103,8 +104,12 @@ WIDE = MODEL | dict(hidden=128, ffn=256)
     ("layout", "adapter", "model"),
     [
         (dict(replicate=2), dict(kind="lora", rank=2), MODEL),
-        (dict(shard=2, tensor=2), dict(kind="dora", rank=2, targets=["q", "out", "up"]), MODEL),
-        (dict(shard=2), dict(kind="qlora", rank=2, targets=["q", "down"]), WIDE),
+        (dict(shard=2, tensor=2), dict(kind="dora", rank=2, targets=["q", "out", "up"]), EXPERTS),
+        (
+            dict(shard=2, expert=2),
+            dict(kind="qlora", rank=2, targets=["q", "down"]),
+            WIDE | TO_EXPERTS | dict(expert_ffn=64),
+        ),
     ],
     ids=["lora", "dora", "qlora"],
 )
