@@ -18,6 +18,10 @@ from shardwise.run import Run
 from shardwise.train.step import TrainState
 
 PLAIN = "dense + no query norm"
+OTHERS = [(PLAIN, "bfloat16"), ("dense", "float32"), ("mixture", "float32"), ("latent", "float32")]
+LARGE = pytest.mark.large(
+    "other models and 16 bits; the small tier has every tensor once, and layouts are drawn with it"
+)
 NOTHING = 1e-9
 """GiB that no layer keeps within."""
 
@@ -38,11 +42,8 @@ def trained(run: Run) -> list[torch.Tensor]:
     ("model", "dtype"),
     [
         (PLAIN, "float32"),
-        (PLAIN, "bfloat16"),
-        ("dense", "float32"),
         ("tied", "float64"),
-        ("mixture", "float32"),
-        ("latent", "float32"),
+        *(pytest.param(*each, marks=LARGE) for each in OTHERS),
     ],
 )
 def test_made_again_it_is_the_same_bits_and_the_bytes_of_the_plan(model: str, dtype: str) -> None:

@@ -17,6 +17,12 @@ from shardwise.run import Run
 from shardwise.run.packing import GROUP, packed_bytes
 from shardwise.train.step import TrainState
 
+OTHERS: list[tuple[str, dict[str, Any], str]] = [
+    ("tied", {}, "bfloat16"),
+    ("parallel", {}, "float64"),
+    ("mixture", {}, "float32"),
+]
+LARGE = pytest.mark.large("other models, dtypes and tensor ranks; the small tier has every packed tensor")
 MASK = np.uint64(0xFFFFFFFF)
 
 
@@ -86,7 +92,7 @@ def measured(rank: int, run: Run) -> Any:
 
 @pytest.mark.parametrize(
     ("model", "layout", "dtype"),
-    [("dense", {}, "float32"), ("tied", {}, "bfloat16"), ("parallel", {}, "float64"), ("mixture", {}, "float32")],
+    [("dense", {}, "float32"), *(pytest.param(*each, marks=LARGE) for each in OTHERS)],
 )
 def test_layers_keep_the_bytes_of_the_plan(model: str, layout: dict[str, Any], dtype: str) -> None:
     verdict = verify_rank(run_of(model, 4, layout, dtype=dtype), steps=1)
@@ -97,6 +103,7 @@ def test_layers_keep_the_bytes_of_the_plan(model: str, layout: dict[str, Any], d
     assert found < whole
 
 
+@LARGE
 def test_tensor_ranks_agree_with_the_plan(ranks: RankPool) -> None:
     for verdict in ranks.run(2, measured, run_of("dense", 2, dict(tensor=2), dtype="bfloat16")):
         assert not verdict.beyond(TOLERANCE), verdict.beyond(TOLERANCE)

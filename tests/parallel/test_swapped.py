@@ -17,6 +17,8 @@ from shardwise.run import Run
 from shardwise.train.step import TrainState
 
 PLAIN = "dense + no query norm"
+OTHERS = [("tied", "bfloat16"), ("mixture", "float32"), ("latent", "float64")]
+LARGE = pytest.mark.large("other models and dtypes; the small tier has every tensor that leaves")
 
 
 def run_of(
@@ -39,7 +41,8 @@ def trained(run: Run) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype"), [(PLAIN, "float32"), ("tied", "bfloat16"), ("mixture", "float32"), ("latent", "float64")]
+    ("model", "dtype"),
+    [(PLAIN, "float32"), *(pytest.param(*each, marks=LARGE) for each in OTHERS)],
 )
 def test_on_the_host_it_is_the_same_bits_and_the_bytes_of_the_plan(model: str, dtype: str) -> None:
     run = run_of(model, "host", dtype=dtype)
