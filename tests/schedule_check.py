@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from shardwise.schedules.actions import KINDS, Action, Kind, Schedule, saved_activations
 
 HANDED: tuple[Kind, ...] = ("E", "L")
-WAITS = {"E": "F", "L": "E", "A": "E", "R": "A", "a": "A", "r": "R"}
+WAITS = {"U": "B", "E": "F", "L": "E", "A": "E", "R": "A", "a": "A", "r": "R"}
 """What each part of a transfer between partners comes after."""
 
 
@@ -83,6 +83,10 @@ def _counts(schedule: Schedule) -> Iterator[str]:
             if home != rank and not partner:
                 yield f"rank {rank} lists {action}, but stage {action.stage} stands on rank {schedule.placement[action.stage]}"
     times = Counter(action for actions in schedule.ranks for action in actions)
+    updates = Counter(action.stage for actions in schedule.ranks for action in actions if action.kind == "U")
+    for stage in range(schedule.stages) if updates else ():
+        if updates[stage] != 1:
+            yield f"stage {stage} is updated {_often(updates[stage])}"
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
             forward, whole, grad_input, grad_weight = (times[Action(kind, stage, microbatch)] for kind in "FBIW")

@@ -31,6 +31,7 @@ from shardwise.checkpoint.job import check_same_data, check_same_job, gather, mo
 from shardwise.checkpoint.reader import Reader, open_checkpoint
 from shardwise.checkpoint.replicas import load_outer, load_unsent, prefix_read
 from shardwise.checkpoint.state import State, buffers, random_states
+from shardwise.checkpoint.versions import load_versions
 from shardwise.checkpoint.weights import begins_anew, open_weights
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.model.adapters import row_lengths
@@ -67,13 +68,15 @@ def resume(
     if state.run.adapter.used:
         check_same_base(folder, state.run)
         _load_base(state, progress)
-    _load(state, open_checkpoint(folder, kind="", progress=progress))
+    reader = open_checkpoint(folder, kind="", progress=progress)
+    _load(state, reader)
     try:
         scale = manifest.state["loss_scale"]
         state.loss_scale.scale, state.loss_scale.good = scale["scale"], scale["good"]
         state.step, state.tokens, more = manifest.step, manifest.state["tokens"], manifest.state["more"]
     except (KeyError, TypeError):
         raise UserError(Problem("does not say how far training had come", where=str(folder))) from None
+    load_versions(state, reader)
     return Resumed(folder, manifest.step, more)
 
 

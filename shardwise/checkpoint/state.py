@@ -1,9 +1,9 @@
 """What a checkpoint holds of this rank: shards of whole tensors by name, so that any other layout can find its own shards in them.
 
 `model/NAME` are parameters and buffers, `optimizer/NAME/KEY` the optimizer's state of each parameter, `random/RANK/DEVICE` the
-random generators, `kept/NAME` what else a run could not make again; what replicas have of their own is in `replicas.py`. What
-several ranks hold is written by one of them, or by all in equal shares where it is large. Training waits until the shards are
-copied aside, and for nothing else; the copy is made in memory allocated once.
+random generators, `kept/NAME` what else a run could not make again; what replicas have of their own is in `replicas.py`, earlier
+weights are in `versions.py`. What several ranks hold is written by one of them, or by all in equal shares where it is large.
+Training waits until the shards are copied aside, and for nothing else; the copy is made in memory allocated once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.format import LocalShard
 from shardwise.checkpoint.replicas import Exchange, Outer, outer_shards, own_prefix, unsent_shards
+from shardwise.checkpoint.versions import Updates, version_shards
 from shardwise.parallel.apply import Parallel
 from shardwise.parallel.local_parameter import holds_first_slice, local, local_box, replica_index, stage_replica_index
 from shardwise.parallel.mesh import Mesh
@@ -69,10 +70,16 @@ class State(Protocol):
     def outer(self) -> Outer | None: ...
 
     @property
+    def updates(self) -> Updates | None: ...
+
+    @property
     def optimizer(self) -> OptimizerState: ...
 
     @property
     def loss_scale(self) -> LossScale: ...
+
+    def drain(self) -> None:
+        """Finish what an asynchronous pipeline has underway."""
 
 
 def local_shards(state: State, smallest: int = SMALLEST) -> list[LocalShard]:
@@ -83,6 +90,7 @@ def local_shards(state: State, smallest: int = SMALLEST) -> list[LocalShard]:
 
 
 def _shards(state: State, smallest: int) -> Iterator[LocalShard]:
+    state.drain()
     mesh, own = state.mesh, own_prefix(state.mesh)
     for n, each in enumerate(state.parallel.parameters):
         if each.copy_of_other_stage or each.entry.frozen:  # the base of adapters stays where it is
@@ -102,6 +110,7 @@ def _shards(state: State, smallest: int) -> Iterator[LocalShard]:
             if share < shares:
                 start, stop = shard_bounds(values.shape[0], shares, share)
                 yield LocalShard(name, each.whole, (offset[0] + start, *offset[1:]), values[start:stop])
+    yield from version_shards(state)
     yield from outer_shards(state)
     yield from unsent_shards(state)
     replicas, replica = stage_replica_index(mesh)

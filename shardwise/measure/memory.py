@@ -131,14 +131,15 @@ def _other_threads_run() -> bool:
 
 
 def parameters_of(train_state: TrainState) -> list[Tensor]:
-    """This rank's shards of the parameters, and their compute copies; those of a frozen network too."""
+    """This rank's shards of the parameters, their compute copies and earlier versions; those of a frozen network too."""
     copies = [
         each.compute_copy.tensor.detach() for each in train_state.parallel.parameters if each.compute_copy is not None
     ]
     frozen = train_state.reference.parameters if train_state.reference is not None else ()
     hosted = train_state.optimizer.host is not None
     own = [e for e in train_state.parallel.parameters if not (hosted and e.compute_copy is not None)]
-    return [each.parameter.detach() for each in (*own, *frozen)] + copies
+    kept = train_state.updates.versions.before.values() if train_state.updates is not None else ()
+    return [each.parameter.detach() for each in (*own, *frozen)] + copies + [x for values in kept for x in values]
 
 
 def gradients_of(train_state: TrainState) -> list[Tensor | None]:
@@ -222,7 +223,7 @@ class StepMemory(Observer):
         """Sample what is alive after a pass."""
         before = set(self.storages.alive)
         yield
-        if action.kind == "W" or self.ahead:  # see `weight_gradients`
+        if action.kind in ("W", "U") or self.ahead:  # see `weight_gradients`
             return
         self.storages.settle()
         if action.kind == "F":
@@ -239,13 +240,13 @@ class StepMemory(Observer):
         pipeline = self.train_state.parallel.pipeline
         made = set(self.storages.alive) - before
         if action.stage:
-            made |= self.storages.numbers([pipeline.stages[action.stage].inputs[action.microbatch]])
+            made |= self.storages.numbers([pipeline.input_of(action)])
         # Activations received for later passes, and the batch itself, are not saved by this pass.
         others = [buffer for buffer, _ in pipeline.channel.arriving.values()]
         away = pipeline.swap.held() if pipeline.swap is not None else []
         self.away = max(self.away, unique_bytes(away))
         others += away
-        others += [x for microbatch in pipeline.microbatches for x in microbatch.values() if x is not None]
+        others += [x for microbatch in pipeline.batches() for x in microbatch.values() if x is not None]
         # `fully_shard` gives shards a storage of their own in the first pass of all.
         made -= self.storages.numbers((*gathered_of(self.train_state), *parameters_of(self.train_state), *others))
         self.saved.setdefault(action.stage, []).append(self.storages.bytes(made))
@@ -319,7 +320,7 @@ def measured_memory(train_state: TrainState) -> Iterator[dict[str, Any]]:
         yield found
         train_state.optimizer.finish()
     found.update(
-        parameters=unique_bytes(parameters),
+        parameters=unique_bytes(parameters_of(train_state)),
         gradients=unique_bytes(gradients_of(train_state)),
         optimizer=unique_bytes(optimizer_of(train_state)),
         host=unique_bytes(hosted_of(train_state)) + step.away,

@@ -121,6 +121,7 @@ def counted(
     """The account of a step, whether it executed the schedule, and how many actions that has. What the microbatches `middle` do
     is counted so many times more."""
     run, lay = train_state.run, train_state.run.layout
+    train_state.drain()
     with even_routing(train_state), uncompiled(train_state):
         if (
             lay.sync_overlap and train_state.step < lay.sync_every
@@ -137,6 +138,7 @@ def counted(
             repeated = Repeated(middle, ops, wire, say, actions)
             with train_state.observers.watched_by(repeated):
                 train_state.train_step(batch)
+                train_state.drain()
         repeated.add(times)
         _rest_of_round(train_state, batch, wire)
         done = list(train_state.parallel.pipeline.executed)

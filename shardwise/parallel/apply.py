@@ -26,6 +26,7 @@ from shardwise.model.nf4 import Quantizer, keep_experts_in_4_bits, keep_in_4_bit
 from shardwise.model.score import ScoreHead
 from shardwise.model.transformer import Block, Transformer, make_stage
 from shardwise.model.varlen import has_flash
+from shardwise.parallel.asynchronous import AsynchronousPipeline
 from shardwise.parallel.context import apply_context
 from shardwise.parallel.expert import apply_expert
 from shardwise.parallel.local_parameter import LocalParameter, box_of, local_slice
@@ -130,7 +131,8 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
                 LocalParameter(name, parameter, entry, entry.cuts(layout), shard, copy, compute_copy.get(parameter))
             )
     planned = partial(handed_bytes, run, mesh.rank)
-    pipeline = Pipeline(stages, schedule, mesh, layout.zero, sharder.scales, observers, planned)
+    make = AsynchronousPipeline if layout.asynchronous and not frozen else Pipeline
+    pipeline = make(stages, schedule, mesh, layout.zero, sharder.scales, observers, planned)
     pipeline.replaces_saved = layout.recompute == "optimal" or run.memory.activation_bits > 0 or run.memory.swaps
     pipeline.swap = swap
     if not frozen:

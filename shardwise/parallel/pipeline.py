@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -248,6 +248,14 @@ class Pipeline:
                     with self.observers.phase("gradients"):
                         reduce_deferred_gradients(stage.model)
         return self.loss
+
+    def input_of(self, action: Action) -> Tensor:
+        """What the forward pass that was just done began with."""
+        return self.stages[action.stage].inputs[action.microbatch]
+
+    def batches(self) -> Iterable[Microbatch]:
+        """The microbatches of the step."""
+        return self.microbatches
 
     def _needs(self, action: Action) -> Message | None:
         """The message from another rank that an action begins with."""

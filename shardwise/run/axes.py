@@ -13,5 +13,7 @@ LOOPED = ("interleaved", "breadth-first")
 """Pipeline schedules with any number of stages on each rank."""
 V_SHAPED = ("zb-v", "dualpipe-v")
 """Those with two: the first rank holds the first stage and the last."""
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
+"""Those without a flush: passes of a step use weights from before the last updates."""
 SPLIT_BACKWARD = ("zb-h1", "zb-2p", "zb-v", "dualpipe-v")
 """Those that split the backward pass into one for inputs and one for weights."""

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain
 
 from shardwise.run.adapter_rules import adapter_layout_rules, adapter_rules
-from shardwise.run.axes import RANK_AXES
+from shardwise.run.axes import ASYNCHRONOUS, RANK_AXES
 from shardwise.run.compress_rules import compress_rules
 from shardwise.run.config import Run
 from shardwise.run.derive import must_launch, tunes_gemms
@@ -117,6 +117,11 @@ def _search_rules(run: Run) -> Iterator[Rule]:
     for word in run.layout.fixed:
         reason = partial('"{}" is not a key of this section{}'.format, word, nearest(word, known))
         yield Rule(word not in known, "layout.fixed", (), reason)
+    asynchronous = "schedule" in run.layout.fixed and run.layout.schedule in ASYNCHRONOUS
+    yield Rule(asynchronous, "layout.schedule", ("layout.auto",), lambda: (
+        f"{run.layout.schedule} learns with weights from before the last updates, so a search does not weigh it against others; "
+        f"give the whole layout"
+    ))
     yield Rule(not run.cluster.chip, "cluster.chip", ("layout.auto",),
                lambda: "a search needs to know the chip, and how many: cluster.nodes")
 

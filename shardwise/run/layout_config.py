@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from shardwise.run.axes import LOOPED, RANK_AXES, V_SHAPED
+from shardwise.run.axes import ASYNCHRONOUS, LOOPED, RANK_AXES, V_SHAPED
 from shardwise.run.declare import key
 
 
@@ -35,8 +35,9 @@ class LayoutConfig:
     async_tensor: bool = key(False, "overlap tensor collectives with the GEMMs beside them, in chunks")
     expert_tensor: bool = key(False, "cut each expert's width over the tensor ranks too")
     schedule: Literal[
-        "gpipe", "1f1b", "bpipe", "interleaved", "breadth-first", "zb-h1", "zb-2p", "zb-v", "dualpipe-v"
-    ] = key("1f1b", "order of the pipeline's microbatches")
+        "gpipe", "1f1b", "bpipe", "interleaved", "breadth-first", "zb-h1", "zb-2p", "zb-v", "dualpipe-v", "pipedream",
+        "pipedream-2bw"
+    ] = key("1f1b", "order of the pipeline's microbatches; the last two use weights from before the last updates")  # fmt: skip
     chunks: int = key(2, "interleaved, breadth-first: stages on each pipeline rank (the V-shaped ones have 2)", least=1)
     stages: tuple[int, ...] = key(
         (), "layers of each pipeline stage; the first and last may have 0. Empty: balanced by their work"
@@ -115,6 +116,11 @@ class LayoutConfig:
     def replicas_apart(self) -> bool:
         """Whether replicas exchange gradients by themselves, behind the passes, and not through PyTorch's wrappers."""
         return self.compress != "none" or self.sync_every > 1
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether passes use weights from before the last updates."""
+        return self.schedule in ASYNCHRONOUS and self.pipeline > 1
 
     @property
     def world(self) -> int:

@@ -11,6 +11,7 @@ from shardwise.schedules.actions import (
     peak_activations,
     transfers,
 )
+from shardwise.schedules.asynchronous import version_of, versions_kept
 from shardwise.schedules.bpipe import evictions
 from shardwise.schedules.make import SCHEDULES, cached_schedule, fewer_rounds, legal, make_schedule, rounds_to_play
 from shardwise.schedules.stages import split_layers
@@ -39,4 +40,6 @@ __all__ = [
     "split_layers",
     "time",
     "transfers",
+    "version_of",
+    "versions_kept",
 ]

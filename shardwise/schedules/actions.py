@@ -14,7 +14,7 @@ from functools import partial
 from itertools import accumulate, repeat
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B", "I", "W", "E", "L"]
+Kind = Literal["F", "B", "I", "W", "E", "L", "U"]
 
 FORWARD: Kind = "F"
 BACKWARD: Kind = "B"  # for the input and the weights together
@@ -22,7 +22,8 @@ BACKWARD_INPUT: Kind = "I"
 BACKWARD_WEIGHT: Kind = "W"
 EVICT: Kind = "E"  # saved activations go to the rank's partner
 LOAD: Kind = "L"  # … and come back
-KINDS: tuple[Kind, ...] = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, EVICT, LOAD)
+UPDATE: Kind = "U"  # the rank updates its weights, by itself
+KINDS: tuple[Kind, ...] = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, EVICT, LOAD, UPDATE)
 PASSES: tuple[Kind, ...] = (FORWARD, BACKWARD, BACKWARD_INPUT)
 """Those that a microbatch goes through a stage by, and that send something to the next."""
 
@@ -140,11 +141,12 @@ def saved_activations(
     after_input = whole if after_input is None else after_input
     if schedule.partners:
         return tuple(_with_partner(actions, whole, whole if handed is None else handed) for actions in schedule.ranks)
-    change = {
+    change: dict[str, list[float]] = {
         "F": list(whole),
         "B": [-size for size in whole],
         "I": [left - size for size, left in zip(whole, after_input, strict=True)],
         "W": [-left for left in after_input],
+        "U": [0.0] * len(whole),
     }
     return tuple(tuple(accumulate([change[kind][stage] for kind, stage, _ in actions])) for actions in schedule.ranks)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from shardwise.schedules.actions import Schedule
 from shardwise.schedules.all_forward_all_backward import breadth_first, gpipe
+from shardwise.schedules.asynchronous import asynchronous
 from shardwise.schedules.bpipe import bpipe
 from shardwise.schedules.one_forward_one_backward import interleaved, one_forward_one_backward
 from shardwise.schedules.split_backward import dualpipe_v, zb_h1, zb_v
@@ -34,6 +35,8 @@ _FAMILIES: dict[str, _Family] = {
     "zb-2p": _Family(lambda ranks, microbatches, _: zb_2p(ranks, microbatches), 1),
     "zb-v": _Family(lambda ranks, microbatches, _: zb_v(ranks, microbatches), 2),
     "dualpipe-v": _Family(lambda ranks, microbatches, _: dualpipe_v(ranks, microbatches), 2),
+    "pipedream": _Family(lambda ranks, microbatches, _: asynchronous("pipedream", ranks, microbatches), 1),
+    "pipedream-2bw": _Family(lambda ranks, microbatches, _: asynchronous("pipedream-2bw", ranks, microbatches), 1),
 }
 SCHEDULES = tuple(_FAMILIES)
 

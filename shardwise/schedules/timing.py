@@ -41,7 +41,7 @@ class Cost:
             return self.backward_input
         if kind == "W":
             return self.backward_weight
-        if kind in ("E", "L"):
+        if kind in ("E", "L", "U"):
             return [0.0] * len(self.forward)
         if self.backward is not None:
             return self.backward
@@ -148,7 +148,7 @@ def play(
                 now += work[at]
                 activation[after] = now + forward[here]
                 woken = asleep.pop(after, None)
-            elif kind == "W":
+            elif kind in ("W", "U"):
                 start.append(now)
                 now += work[at]
             elif kind in ("E", "L"):

@@ -234,7 +234,9 @@ class _StepLog:
     def read(self, all_steps: bool) -> bool:
         """Read the steps that are due; returns whether a rank was told to stop."""
         stop = False
-        while len(self.unread) > (0 if all_steps else steps_behind(self.train_state.device)):
+        # Ranks of an asynchronous pipeline are never at the same step.
+        behind = 1 if self.train_state.updates is not None else steps_behind(self.train_state.device)
+        while len(self.unread) > (0 if all_steps else behind):
             stop = self._read(*self.unread.popleft()) or stop
         return stop
 

@@ -23,6 +23,7 @@ from shardwise.model.moe import Router
 from shardwise.model.normal import mix64
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.apply import apply
+from shardwise.parallel.asynchronous import AsynchronousPipeline
 from shardwise.parallel.compress.exchange import Exchange
 from shardwise.parallel.gradients import reduce_partial_gradients
 from shardwise.parallel.mesh import Mesh
@@ -33,6 +34,7 @@ from shardwise.plan.trainer.rank import reference_run
 from shardwise.run import Run
 from shardwise.run.derive import forward_passes
 from shardwise.run.objective_config import FACTS, facts_of
+from shardwise.train import asynchronous
 from shardwise.train.faults.guard import History
 from shardwise.train.faults.recheck import check_repeatable, passes_twice
 from shardwise.train.microbatches import cut, on_device, stream_of
@@ -103,6 +105,8 @@ class TrainState:
         self.replay: Callable[[Batch], Tensor] | None = (
             None  # what runs the passes in their place (see `cuda_graph.py`)
         )
+        pipeline = self.parallel.pipeline
+        self.updates = asynchronous.Updates(self, pipeline) if isinstance(pipeline, AsynchronousPipeline) else None
         check_repeatable(self)
 
     @property
@@ -133,6 +137,8 @@ class TrainState:
         """
         for model in self.parallel.models:
             model.train()
+        if self.updates is not None:
+            return asynchronous.train_step(self, batch, stop)
         layout, phase = self.run.layout, self.observers.phase
         self.as_one = self.outer is not None and self.outer.is_plain(self.step + 1)
         with phase("gradients"):
@@ -141,9 +147,7 @@ class TrainState:
             self.tuner()
         # Ranks that share samples divide their count, so that a sum over all ranks counts it once.
         share = self.objective.count(batch) * layout.data_ranks / layout.world
-        counted = self._start_all_reduce(
-            on_device(torch.tensor([share, float(stop)], dtype=torch.float64), self.device)
-        )
+        counted = self.start_all_reduce(on_device(torch.tensor([share, float(stop)], dtype=torch.float64), self.device))
         if self.objective.has_auxiliary:
             self.objective.weigh_auxiliary(counted()[0])
         loss = passes_twice(self, batch) if recheck else (self.replay or self.passes)(batch)
@@ -153,7 +157,7 @@ class TrainState:
         with phase("clip"):
             square = self.optimizer.squared_norm(self.device) if own_square is None else own_square
         own = torch.cat((loss[None], self.objective.measured)).double() / layout.tensor
-        sums = self._start_all_reduce(torch.cat((square[None], own)))
+        sums = self.start_all_reduce(torch.cat((square[None], own)))
         # Replicas of DDP have the same gradients and so the same norm: then the all-reduce overlaps with the optimizer.
         square = square * layout.world if uses_ddp(self.mesh) else sums()[0]
         if self.as_one:  # each replica has counted all of it
@@ -190,13 +194,20 @@ class TrainState:
         self.objective.begin()
         microbatches = self._with_reference(microbatches)
         loss = self.parallel.pipeline.run(microbatches, self._stream(), self.objective, factor)
-        with self.observers.phase("gradients"):
-            reduce_partial_gradients(self.parallel.parameters, self.mesh)
+        if self.updates is None:
+            with self.observers.phase("gradients"):
+                reduce_partial_gradients(self.parallel.parameters, self.mesh)
         return loss
+
+    def drain(self) -> None:
+        """Finish what an asynchronous pipeline has underway."""
+        if self.updates is not None:
+            self.updates.pipeline.drain()
 
     @torch.no_grad()
     def evaluate(self, samples: Callable[[np.ndarray], Batch], indices: np.ndarray) -> float:
         """Mean loss over the tokens of the samples with these indices, divided among the data ranks."""
+        self.drain()
         self.refresh()
         for model in self.parallel.models:
             model.eval()
@@ -312,7 +323,7 @@ class TrainState:
         for router, load in zip(self.routers, loads, strict=True):
             router.load.copy_(load)
 
-    def _start_all_reduce(self, share: Tensor) -> Callable[[], Tensor]:
+    def start_all_reduce(self, share: Tensor) -> Callable[[], Tensor]:
         """Start an all-reduce over all ranks; the function returned waits for the sum."""
         with self.observers.phase("gradients"):
             speaking = "world" if self.as_one else self.mesh.speaking

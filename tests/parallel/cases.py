@@ -14,6 +14,7 @@ from shardwise.data.batches import IGNORE_INDEX, Batch
 from shardwise.model.layers import at_least_float32
 from shardwise.parallel.local_parameter import Box, local, local_box
 from shardwise.run import LayoutConfig, Run, UserError, run_from_dict
+from shardwise.run.axes import ASYNCHRONOUS
 from shardwise.train.step import TrainState
 
 DENSE = dict(layers=4, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=61, qk_norm=True)
@@ -71,7 +72,10 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "distill whole": TEACHER | dict(teacher_tokens=0),
 }
 """Objectives with keys of their own, by name."""
-SCHEDULES: tuple[str, ...] = get_args(get_type_hints(LayoutConfig)["schedule"])
+SCHEDULES: tuple[str, ...] = tuple(
+    s for s in get_args(get_type_hints(LayoutConfig)["schedule"]) if s not in ASYNCHRONOUS
+)
+"""Those that compute what one process computes."""
 METHODS: tuple[str, ...] = get_args(get_type_hints(LayoutConfig)["context_method"])
 LENGTH, BATCH = 32, 8
 

@@ -21,6 +21,7 @@ from shardwise.plan.time.step import play, prepare, step_time
 from shardwise.plan.time.timeline import timeline
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run import Run, run_from_dict
+from shardwise.run.axes import ASYNCHRONOUS
 from shardwise.schedules import SCHEDULES, Cost, make_schedule, peak_activations, time
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -155,6 +156,9 @@ def test_a_pipeline_cut_short_takes_as_long_as_one_played_to_its_end(schedule: s
     cost = Cost([1.0 + 0.1 * (s == stages - 1) for s in range(stages)], [1.3] * stages, [0.9] * stages)
     (cut,) = play(job.layout, [microbatches], [cost], [0.05])
     whole = make_schedule(schedule, 4, microbatches, chunks)
+    if schedule in ASYNCHRONOUS:  # steps overlap, and the busiest rank sets the pace
+        assert cut == pytest.approx(microbatches * (1.1 + 1.3 + 0.9), rel=0.01)
+        return
     assert cut == pytest.approx(time(whole, cost, 0.05).makespan, rel=0.01)
 
 

@@ -15,7 +15,7 @@ def run(schedule: str, ranks: int, chunks: int, microbatches: int) -> Run:
         dict(
             model=dict(layers=layers),
             layout=dict(pipeline=ranks, schedule=schedule, chunks=chunks),
-            train=dict(global_batch=microbatches, microbatch=1, seq_len=16),
+            train=dict(global_batch=microbatches, microbatch=1, seq_len=16, clip=0.0),
         )
     )
 
@@ -35,6 +35,8 @@ def test_a_few_rounds_say_what_the_whole_list_says(name: str) -> None:
     for ranks in (2, 3, 5):
         for each in chunks:
             for microbatches in (1, 2, 9, 4 * ranks, 4 * ranks + 1, 7 * ranks, 7 * ranks + 2, 39):
+                if name == "pipedream-2bw" and microbatches < ranks:  # refused
+                    continue
                 whole = make_schedule(name, ranks, microbatches, each)
                 one = run(name, ranks, each, microbatches)
                 for rank in range(ranks):

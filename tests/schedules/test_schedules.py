@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_check import check
 
-from shardwise.run.axes import LOOPED, SPLIT_BACKWARD
+from shardwise.run.axes import LOOPED, SPLIT_BACKWARD, V_SHAPED
 from shardwise.schedules import (
     SCHEDULES,
     Action,
@@ -246,7 +246,7 @@ def test_names_and_stages_agree_with_what_is_made() -> None:
         schedule = make_schedule(name, 3, 4)
         assert legal(name, 3, 4) == legal(name, 3, 4, schedule.stages // 3) == []
         assert schedule.name == name
-        assert schedule.stages == 3 * (1 if name in ("gpipe", "1f1b", "bpipe", "zb-h1", "zb-2p") else 2)
+        assert schedule.stages == 3 * (2 if name in (*LOOPED, *V_SHAPED) else 1)
         assert schedule.stages_of(0)[0] == 0
         kinds = {action.kind for rank in schedule.ranks for action in rank}
         assert ("I" in kinds) == (name in SPLIT_BACKWARD)

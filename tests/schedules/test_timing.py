@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.schedules import SCHEDULES, Cost, Schedule, make_schedule, time
+from shardwise.schedules import KINDS, PASSES, SCHEDULES, Cost, Schedule, make_schedule, time
 
 
 def longest_path(schedule: Schedule, cost: Cost, wire: list[float]) -> list[list[float]]:
     """The end of every action by relaxing all constraints until nothing moves."""
-    length = {kind: cost.of(kind) for kind in ("F", "B", "I", "W")}
+    length = {kind: cost.of(kind) for kind in KINDS}
     end: dict[tuple[str, int, int], float] = {}
     ends = [[0.0] * len(actions) for actions in schedule.ranks]
     changed = True
@@ -23,7 +23,7 @@ def longest_path(schedule: Schedule, cost: Cost, wire: list[float]) -> list[list
             now = 0.0
             for at, (kind, stage, microbatch) in enumerate(actions):
                 neighbour = stage - 1 if kind == "F" else stage + 1
-                if kind != "W" and 0 <= neighbour < schedule.stages:
+                if kind in PASSES and 0 <= neighbour < schedule.stages:
                     far = schedule.placement[neighbour] != rank
                     arrival = end.get(("F" if kind == "F" else "I", neighbour, microbatch), 0.0)
                     now = max(now, arrival + (wire[min(stage, neighbour)] if far else 0))

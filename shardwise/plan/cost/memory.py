@@ -17,7 +17,7 @@ from shardwise.plan.cost.operations import chunked_loss, embedding, layer, resid
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, layer_parameters, stage_parameters, zero_groups
 from shardwise.plan.cost.passes import recomputed_layers, recomputed_share
 from shardwise.run.compression import values_kept
-from shardwise.schedules import cached_schedule, peak_activations, rounds_to_play
+from shardwise.schedules import cached_schedule, peak_activations, rounds_to_play, versions_kept
 
 
 def states(job: Job, held: LocalNumel) -> dict[str, Number]:
@@ -105,6 +105,9 @@ def memory(job: Job) -> Memory:
         mine = [n for n, home in enumerate(placement) if home == rank]
         own = LocalNumel(sum(held[n].dense for n in mine), sum(held[n].experts for n in mine))
         owners = {name: float(value) for name, value in states(job, own).items()}
+        if lay.asynchronous:
+            behind = lay.pipeline - 1 - rank
+            owners["parameters"] *= 1 + versions_kept(lay.schedule, behind, job.microbatches)
         owners["gathered"] += float(cast_copies(job, own)) * standing_casts(job, lay.recompute)
         owners["activations"] = peaks[rank] + recomputed
         owners["logits"] = float(loss_bytes(job)) if len(layers) - 1 in mine else 0.0

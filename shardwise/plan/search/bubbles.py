@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardwise.run.axes import ASYNCHRONOUS
 from shardwise.schedules import cached_schedule, peak_activations
 
 Number = Any
@@ -115,6 +116,8 @@ def _dualpipe_v(pace: Pace, m: Number) -> tuple[Number, Number]:
 _BUBBLES = {
     "1f1b": _one_forward_one_backward,
     "bpipe": _one_forward_one_backward,
+    "pipedream": _one_forward_one_backward,
+    "pipedream-2bw": _one_forward_one_backward,
     "gpipe": _all_forward,
     "interleaved": _looped,
     "breadth-first": _breadth_first,
@@ -132,7 +135,7 @@ def in_flight(schedule: str, ranks: int, chunks: int, rank: int, microbatches: N
         return np.ones_like(m)
     if schedule in ("gpipe", "breadth-first"):
         return m
-    if schedule == "1f1b" or (schedule == "interleaved" and v == 1):
+    if schedule in ("1f1b", *ASYNCHRONOUS) or (schedule == "interleaved" and v == 1):
         return np.minimum(m, p - rank)
     if schedule == "bpipe":
         return np.vectorize(lambda count: peak_activations(_bpipe(p, count))[rank], otypes=[float])(

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.run import AXES, LayoutConfig, Run
-from shardwise.run.axes import LOOPED, SPLIT_BACKWARD, V_SHAPED
+from shardwise.run.axes import ASYNCHRONOUS, LOOPED, SPLIT_BACKWARD, V_SHAPED
 from shardwise.run.check import batch_rules, fp8_rules, layout_rules
 from shardwise.run.rule import Rule
 
 Array = Any  # of whole numbers, one entry a layout
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v", "gpipe", "breadth-first")
-ASKED = ("bpipe",)
+ASKED = ("bpipe", *ASYNCHRONOUS)
 """Schedules that a search takes where a run names them: their time depends on transfers that screening does not know."""
 RECOMPUTE = ("none", "attention", "full")
 METHODS = ("ring", "ulysses", "gather")

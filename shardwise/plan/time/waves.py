@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwise.schedules import Cost, Deadlock, Kind, Schedule
 
-_ROWS: dict[Kind, int] = {"F": 0, "I": 1, "W": 2, "B": 3, "E": 4, "L": 5}
+_ROWS: dict[Kind, int] = {"F": 0, "I": 1, "W": 2, "B": 3, "E": 4, "L": 5, "U": 6}
 NOBODY, UNPLAYED = -2, -2
 _KINDS = np.zeros(128, np.int64)
 _KINDS[[ord(kind) for kind in _ROWS]] = list(_ROWS.values())
@@ -70,7 +70,7 @@ class Waves:
     def spans(self, stages: np.ndarray, wire: np.ndarray) -> np.ndarray:
         """The same of costs that are arrays of [forward, for the input, for the weights; stage; layout]."""
         forward, inputs, weights = stages
-        nothing = [np.zeros_like(forward)] * (2 if self.schedule.partners else 0)
+        nothing = [np.zeros_like(forward)] * (len(_ROWS) - 4)  # handovers and updates
         return self._played(np.concatenate([forward, inputs, weights, inputs + weights, *nothing]), wire)
 
     def _played(self, lengths: np.ndarray, latencies: np.ndarray) -> np.ndarray:

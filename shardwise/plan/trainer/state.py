@@ -14,7 +14,7 @@ from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.saved import Rows, Saved, recomputed_parts, saved
 from shardwise.run import Run
 from shardwise.run.derive import chunk_bytes, chunk_rows, compiles, forward_passes, planned_on_gpu
-from shardwise.schedules import PASSES, Schedule, cached_schedule, fewer_rounds, peak_activations
+from shardwise.schedules import PASSES, Schedule, cached_schedule, fewer_rounds, peak_activations, versions_kept
 
 
 def state_bytes(run: Run, rank: int) -> dict[str, int]:
@@ -25,7 +25,7 @@ def state_bytes(run: Run, rank: int) -> dict[str, int]:
     and its gradient has the dtype of the copy. `fully_shard` deals rows out in equal shares and pads the last ones, of parameters
     and of gradients; optimizer state has no padding. Experts are sharded along a dimension that needs none, where they have one.
     DistributedDataParallel's gradients are views of its buckets, which hold nothing else. A frozen network beside the trained one
-    counts among the parameters, in the dtype of the arithmetic.
+    counts among the parameters, in the dtype of the arithmetic; so do the earlier weights of an asynchronous pipeline.
     """
     planned = planned_rank(run, rank)
     low = planned.width
@@ -40,6 +40,7 @@ def state_bytes(run: Run, rank: int) -> dict[str, int]:
         parameters += count * (parameter.shard_numel(ranks) * high + parameter.numel * low * copied)
         if not parameter.learns:
             continue
+        parameters += count * weight_versions(planned) * parameter.shard_numel(ranks) * high
         gradients += count * parameter.shard_numel(ranks) * (low if copied else high)
         own = parameter.own_numel(ranks, index) * high
         muon = run.train.optimizer == "muon" and parameter.entry.is_layer_matrix
@@ -49,6 +50,13 @@ def state_bytes(run: Run, rank: int) -> dict[str, int]:
         frozen = planned_rank(reference_run(run), rank)
         parameters += sum(n * p.shard_numel(frozen.sharding(p)[0]) * low for n, p in frozen.parameters())
     return dict(parameters=parameters, gradients=gradients, optimizer=optimizer)
+
+
+def weight_versions(planned: PlannedRank) -> int:
+    """Versions of its weights that a rank of an asynchronous pipeline keeps beside the latest."""
+    lay = planned.run.layout
+    behind = lay.pipeline - 1 - planned.index("pipeline")
+    return versions_kept(lay.schedule, behind, planned.run.accumulation) if lay.asynchronous else 0
 
 
 def hosted(run: Run) -> HostBytes:

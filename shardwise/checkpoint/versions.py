@@ -1,0 +1,63 @@
+"""Earlier versions of weights, which the next microbatches of an asynchronous pipeline use: `versions/AGE/NAME`, AGE in updates.
+
+The pipeline is drained first, which changes nothing of what is learned. A run that goes on on another layout takes what was kept of
+what its rule asks for, and otherwise the weights as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from shardwise.checkpoint.format import LocalShard
+from shardwise.checkpoint.reader import Reader
+from shardwise.parallel.asynchronous import Versions
+from shardwise.parallel.local_parameter import LocalParameter, local_box, replica_index
+from shardwise.parallel.mesh import Mesh
+
+
+class Updates(Protocol):
+    """What updates the weights of an asynchronous pipeline; `train.asynchronous.Updates` is one."""
+
+    learned: list[LocalParameter]
+    versions: Versions
+
+    def restart(self) -> None:
+        """Go on from where the train state is."""
+
+
+class HasVersions(Protocol):
+    """A train state that may have them."""
+
+    mesh: Mesh
+    step: int
+
+    @property
+    def updates(self) -> Updates | None: ...
+
+
+def version_shards(state: HasVersions) -> Iterator[LocalShard]:
+    """What this rank writes of them."""
+    if state.updates is None:
+        return
+    versions = state.updates.versions
+    for number, kept in versions.before.items():
+        for each, values in zip(state.updates.learned, kept, strict=True):
+            if replica_index(each, state.mesh)[1] == 0:
+                name = f"versions/{versions.latest - number}/{each.name}"
+                yield LocalShard(name, each.whole, local_box(each, state.mesh).offset, values)
+
+
+@torch.no_grad()
+def load_versions(state: HasVersions, reader: Reader) -> None:
+    """Read those that this rank goes on with."""
+    if state.updates is None:
+        return
+    state.updates.restart()
+    versions = state.updates.versions
+    for number, kept in versions.before.items():
+        for each, values in zip(state.updates.learned, kept, strict=True):
+            name = f"versions/{versions.latest - number}/{each.name}"
+            if name in reader:
+                reader.read_into(values, name, local_box(each, state.mesh).offset)

@@ -1,0 +1,132 @@
+"""One training step of an asynchronous pipeline: as in `step.py`, but nobody waits for anybody.
+
+Each rank updates its weights inside of its passes, when it has the gradients of a step (`parallel/asynchronous.py`). The count of
+tokens is all-reduced while the passes run. Loss and gradient norm are added over the ranks behind the passes, and waited for by who
+reads them; the norm is of what each rank updated with last.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.data.batches import Batch
+from shardwise.parallel.apply import Parallel
+from shardwise.parallel.asynchronous import AsynchronousPipeline, Versions
+from shardwise.parallel.gradients import reduce_partial_gradients
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.observer import Observers
+from shardwise.run import Run
+from shardwise.torch_private import preserved_versions
+from shardwise.train.microbatches import on_device
+from shardwise.train.objectives.objective import TrainObjective
+from shardwise.train.optimizer import Optimizer
+from shardwise.train.result import StepResult
+
+
+class TrainState(Protocol):
+    """What a step needs of `step.TrainState`."""
+
+    run: Run
+    mesh: Mesh
+    device: torch.device
+    parallel: Parallel
+    observers: Observers
+    optimizer: Optimizer
+    objective: TrainObjective
+    updates: Updates | None
+    step: int
+    tokens: int
+
+    def passes(self, batch: Batch) -> Tensor: ...
+
+    def start_all_reduce(self, share: Tensor) -> Callable[[], Tensor]: ...
+
+
+class LateResult(StepResult):
+    """The result of a step that other ranks may still be at."""
+
+    def __init__(self, step: int, learning_rate: float, wait: Callable[[], Tensor]) -> None:
+        self.step, self.learning_rate, self._wait = step, learning_rate, wait
+        self._found: Tensor | None = None
+        self._arrived = None
+
+    @property
+    def _values(self) -> Tensor:  # type: ignore[override]
+        if self._found is None:
+            self._found = self._wait()
+        return self._found
+
+    @property
+    def loss(self) -> Tensor:  # type: ignore[override]
+        return self._values[0]
+
+    @property
+    def grad_norm(self) -> Tensor:  # type: ignore[override]
+        return self._values[1]
+
+    @property
+    def stop(self) -> Tensor:  # type: ignore[override]
+        return self._values[2]
+
+    @property
+    def measured(self) -> Tensor | None:  # type: ignore[override]
+        return self._values[3:] if len(self._values) > 3 else None
+
+
+class Updates:
+    """The updates of an asynchronous pipeline, each when its rank has the gradients."""
+
+    def __init__(self, state: TrainState, pipeline: AsynchronousPipeline) -> None:
+        self.learned = [h for h in state.parallel.parameters if not h.entry.frozen]
+        self.state, self.pipeline = state, pipeline
+        self.versions = Versions([h.parameter for h in self.learned])
+        shards = zip(state.optimizer.shards, state.parallel.parameters, strict=True)
+        self.versions.aliases = [shard for shard, h in shards if not h.entry.frozen]
+        self.due: deque[tuple[int, Callable[[], Tensor]]] = deque()  # steps to update in, with their counts
+        self.square = torch.zeros((), dtype=torch.float64, device=state.device)
+        pipeline.attach(self.versions, self.update, state.optimizer.zero_grad)
+
+    def update(self) -> None:
+        """Update this rank's weights with the gradients of a step."""
+        state, (step, counted) = self.state, self.due.popleft()
+        with state.observers.phase("gradients"):
+            reduce_partial_gradients(state.parallel.parameters, state.mesh)
+        factor = state.objective.full_count / counted()[0].clamp(min=1)
+        with state.observers.phase("clip"):
+            self.square = state.optimizer.squared_norm(state.device) * factor**2
+        with state.observers.phase("optimizer"), preserved_versions(tuple(self.versions.parameters)):
+            state.optimizer.step(step, factor)
+
+    def restart(self) -> None:
+        """Go on from where the train state is; without earlier versions these are what the weights are now."""
+        step = self.state.step
+        self.pipeline.restart(step)
+        now = [p.detach() for p in self.versions.parameters]
+        oldest = self.pipeline.version(step * self.pipeline.schedule.microbatches)
+        self.versions.restart(step, {n: [p.clone() for p in now] for n in range(oldest, step)})
+
+
+def train_step(state: TrainState, batch: Batch, stop: bool) -> StepResult:
+    """One step of an asynchronous pipeline."""
+    assert state.updates is not None
+    layout, objective = state.run.layout, state.objective
+    share = objective.count(batch) * layout.data_ranks / layout.world
+    counted = state.start_all_reduce(on_device(torch.tensor([share, float(stop)], dtype=torch.float64), state.device))
+    state.step += 1
+    state.tokens += state.run.batch_tokens
+    state.updates.due.append((state.step, counted))
+    loss = state.passes(batch)
+    own = torch.cat((loss[None], objective.measured)).double() / layout.tensor
+    sums = state.start_all_reduce(torch.cat((state.updates.square[None], own)))
+
+    def wait() -> Tensor:
+        found, count = sums(), counted()
+        over = found[1:] / count[0].clamp(min=1)
+        return torch.cat((over[:1], found[:1].sqrt(), count[1:2], over[1:]))
+
+    return LateResult(state.step, state.optimizer.learning_rate(state.step), wait)
