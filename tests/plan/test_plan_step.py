@@ -274,3 +274,23 @@ def test_few_stages_are_asked_for_once() -> None:
     assert len(prepared.kinds) == 8
     assert len(prepared.stages) <= 4
     assert prepared.job.stage_layers == [(1, 0)] * 8
+
+
+def test_pipelines_that_trade_say_what_for() -> None:
+    def planned(schedule: str, chip: str = "h100", each: int = 8) -> tuple[float, float, float]:
+        layout = dict(pipeline=8, tensor=2, schedule=schedule)
+        train = dict(global_batch=16, microbatch=1, seq_len=4096, dtype="bfloat16", clip=0.0)
+        cluster = dict(chip=chip, nodes=16 // each, devices_per_node=each)
+        run = run_from_dict(dict(model=dict(preset="llama3-8b"), layout=layout, train=train, cluster=cluster))
+        account = plan(run).account
+        assert account.memory is not None
+        return account.step_seconds, account.breakdown["bubble"], max(sum(r.values()) for r in account.memory.ranks)
+
+    plain, even, apart = planned("1f1b"), planned("bpipe"), planned("bpipe", each=2)
+    assert even[2] < 0.85 * plain[2]  # no rank holds more than 5 of 8 microbatches
+    assert apart[0] > even[0] >= plain[0]  # between machines partners wait for what they hand over
+    late, stashed = planned("pipedream-2bw"), planned("pipedream")
+    assert late[1] < 0.02 * plain[1]  # what is left are transfers between stages
+    assert late[0] < plain[0]
+    assert late[2] > plain[2]  # two versions of the weights
+    assert stashed[0] == pytest.approx(late[0])

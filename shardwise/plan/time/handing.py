@@ -6,6 +6,7 @@ from shardwise.hardware import collective_seconds
 from shardwise.plan.cost.job import Job
 from shardwise.plan.cost.memory import layer_activations
 from shardwise.plan.cost.ops import span
+from shardwise.plan.cost.parameters import cast_copies, stage_parameters
 
 
 def handing_seconds(job: Job) -> float:
@@ -14,5 +15,6 @@ def handing_seconds(job: Job) -> float:
         return 0.0
     dense, moe = job.stage_layers[0]
     saved = dense * layer_activations(job, routed=False)[0] + (moe and moe * layer_activations(job, routed=True)[0])
-    size = max(float(saved) - float(job.pipeline_bytes), 0.0)
+    held = stage_parameters(job, job.stage_layers)[0]  # type: ignore[arg-type]
+    size = max(float(saved) + float(cast_copies(job, held)) - float(job.pipeline_bytes), 0.0)
     return float(collective_seconds(job.cluster, "send", size, *span(job, "pipeline")))

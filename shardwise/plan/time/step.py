@@ -218,7 +218,7 @@ def _costed(prepared: Prepared, constants: Constants | None = None) -> _Costed:
     forward = [float(zero[k].forward) + blocks for k in kinds]
     inputs = [float(zero[k].backward_input) + blocks for k in kinds]
     weights = [float(zero[k].backward_weight) for k in kinds]
-    handing = constants["pipeline"] * handing_seconds(job)
+    handing = handing_seconds(job)
     return _Costed(prepared, constants, own, zero, Cost(forward, inputs, weights), hop, blocks, handing)
 
 
