@@ -12,7 +12,7 @@ know the size before: the first message for a batch of new shapes goes after its
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.saving import Known
 from shardwise.schedules import Action, Schedule
-from shardwise.torch_private import is_fake, storage_key
+from shardwise.torch_private import gathered_tensors, is_fake, local_shard, sharded_groups, storage_key
 
 Key = tuple[int, int]
 """Stage and microbatch."""
@@ -132,6 +132,15 @@ def _set(place: Place | Known, number: int, x: Tensor) -> None:
 def shrink(x: Tensor) -> None:
     """Let go of the values of a tensor whose place in the graph is all that is still needed."""
     x.data = x.new_zeros(1).expand(x.shape)
+
+
+def lasting(model: nn.Module, copies: Iterable[Tensor]) -> Iterator[Tensor]:
+    """What a stage has whatever microbatch passes: parameters, sharded and gathered, their copies, and buffers."""
+    yield from map(local_shard, model.parameters())
+    yield from model.buffers()
+    yield from copies
+    for _, group in sharded_groups(model):
+        yield from gathered_tensors(group)
 
 
 class Handover:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from shardwise.model.adapters import TokenKeys
 from shardwise.model.layers import Gemm, Linear
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.fp8_all_gather import Scales
-from shardwise.parallel.handover import Handover
+from shardwise.parallel.handover import Handover, lasting
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.observer import Observers
@@ -36,7 +36,6 @@ from shardwise.parallel.shard import reduce_deferred_gradients
 from shardwise.parallel.swapped import Swap
 from shardwise.schedules import PASSES, Action, Message, Schedule, message_of, transfers
 from shardwise.schedules.make import cached_schedule
-from shardwise.torch_private import gathered_tensors, local_shard, sharded_groups
 
 
 class DeferredGradient(NamedTuple):
@@ -289,7 +288,7 @@ class Pipeline:
             self.handover.load(key, batch)
         else:
             received = [stage.inputs[action.microbatch]] if action.stage else []
-            stays = (*_lasting(stage), *(x for x in batch.values() if isinstance(x, Tensor)))
+            stays = (*lasting(stage.model, stage.copies), *(x for x in batch.values() if isinstance(x, Tensor)))
             self.handover.evict(key, batch, stays, (*received, stage.roots[action.microbatch][0]))
 
     def _forward(self, action: Action) -> None:
@@ -391,12 +390,3 @@ class Pipeline:
         arrived = self.channel.receive(message, sender)
         self.waiting = None
         return arrived
-
-
-def _lasting(stage: Stage) -> Iterator[Tensor]:
-    """What a stage has whatever microbatch passes: parameters, sharded and gathered, their copies, and buffers."""
-    yield from map(local_shard, stage.model.parameters())
-    yield from stage.model.buffers()
-    yield from stage.copies
-    for _, group in sharded_groups(stage.model):
-        yield from gathered_tensors(group)
