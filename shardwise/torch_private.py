@@ -85,11 +85,12 @@ def _block_backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
     return "flash" if chosen == SDPBackend.FLASH_ATTENTION.value else "efficient"
 
 
-preserved_versions = torch.autograd.grad_mode._unsafe_preserve_version_counter
-"""While it is open, tensors may be written to and autograd does not see it: what it has saved of them stands in other memory."""
-
-foreach_norm, foreach_mul_, foreach_copy_ = torch._foreach_norm, torch._foreach_mul_, torch._foreach_copy_
-"""One kernel over many tensors, as PyTorch's optimizers use them."""
+foreach_norm, foreach_mul_, foreach_copy_ = (
+    torch._foreach_norm,
+    torch._foreach_mul_,
+    torch._foreach_copy_,
+)  # as optimizers use them
+preserved_versions = torch.autograd.grad_mode._unsafe_preserve_version_counter  # autograd does not see writes meanwhile
 
 
 def adamw_(

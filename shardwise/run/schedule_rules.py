@@ -56,6 +56,12 @@ def _bpipe_rules(run: Run) -> Iterator[Rule]:
         "bpipe hands saved activations to a partner that must know their size, and what experts save depends on how tokens are "
         "routed; use 1f1b or zb-h1"
     ))
+    replaced = run.memory.swaps or run.memory.activation_bits > 0 or run.layout.recompute == "optimal"
+    yield Rule(several & replaced, "layout.schedule",
+               ("memory.activations", "memory.activation_bits", "layout.recompute"), lambda: (
+        "bpipe hands over what layers save as it is, and memory.activations, memory.activation_bits and recompute = optimal keep "
+        "it in other forms; use one of them"
+    ))
     yield Rule(several & (run.train.fp8 != "none"), "layout.schedule", ("train.fp8",),
                lambda: "bpipe hands over what autograd saves, and fp8 layers keep more beside it; use another schedule")
     for used, key in (
