@@ -1,6 +1,5 @@
 """Every call of PyTorch that is not public, in one place. Each says what is needed that nothing public gives. All of them are in
-PyTorch 2.11 to 2.13; for another version, go through this file.
-"""
+PyTorch 2.11 to 2.13; for another version, go through this file."""
 
 from __future__ import annotations
 
@@ -85,12 +84,10 @@ def _block_backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
     return "flash" if chosen == SDPBackend.FLASH_ATTENTION.value else "efficient"
 
 
-foreach_norm, foreach_mul_, foreach_copy_ = (
-    torch._foreach_norm,
-    torch._foreach_mul_,
-    torch._foreach_copy_,
-)  # as optimizers use them
-preserved_versions = torch.autograd.grad_mode._unsafe_preserve_version_counter  # autograd does not see writes meanwhile
+foreach_norm, foreach_mul_, foreach_copy_ = torch._foreach_norm, torch._foreach_mul_, torch._foreach_copy_
+"""One kernel over many tensors, as PyTorch's optimizers use them."""
+preserved_versions = torch.autograd.grad_mode._unsafe_preserve_version_counter
+"""Autograd does not see what is written while it is open."""
 
 
 def adamw_(
@@ -280,8 +277,7 @@ def local_shard(x: Tensor) -> Tensor:
 
 
 def sharded_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """The modules whose parameters `fully_shard` gathers together, with its `FSDPParamGroup`: what is gathered or waits to be
-    reduced is not public."""
+    """The modules whose parameters `fully_shard` gathers together, with its `FSDPParamGroup`, which knows what is gathered."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
