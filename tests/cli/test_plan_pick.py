@@ -24,7 +24,9 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "number"), zip(MODELS, (1, 12), strict=True), ids=lambda words: str(words)[:20])
+@pytest.mark.parametrize(
+    ("model", "number"), list(zip(MODELS, (1, 12), strict=True)), ids=lambda words: str(words)[:20]
+)
 @pytest.mark.drawn(group="searches")
 def test_a_row_is_a_run_with_the_same_numbers(
     model: list[str], number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

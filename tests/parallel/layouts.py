@@ -268,7 +268,6 @@ OBJECTIVE_EDGES: list[Drawn] = [
 """Objectives without the company of variants."""
 LARGE_EDGES: list[Drawn] = [
     *OBJECTIVE_EDGES,
-    *ADAPTER_EDGES,
     *[("tied", dict(shard=2, pipeline=2, schedule=schedule), LOW_PRECISION) for schedule in ("1f1b", "zb-h1", "dualpipe-v")],
     ("mixture", dict(tensor=2, expert_tensor=True), LOW_PRECISION),
     ("tied", dict(tensor=4), dict(loss="chunked")),

@@ -48,6 +48,6 @@ def test_tensor_ranks(ranks: RankPool, backend: str) -> None:
 
 @LARGE
 @COMPILER
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(4))
 def test_drawn_layouts(ranks: RankPool, number: int, request: pytest.FixtureRequest) -> None:
     check(ranks, layouts.compiled_layout(request.config.getoption("--seed"), number))

@@ -17,8 +17,9 @@ import pytest
 from observed import Observed
 from parallel_pool import RankPool
 
-EDGES = 3
-"""So many of the layouts that the array does not draw are in the small tier, others with every commit."""
+EDGES, ADAPTERS = 3, 50
+"""So many of the layouts that the array does not draw are in the small tier, and so many with an adapter in the large one, others
+with every commit."""
 LARGE = pytest.mark.large("three axes at once, eight ranks, and every axis and pair of axes by itself")
 
 
@@ -34,6 +35,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if option("--large"):
         more = [("array", number) for number in range(covering, layouts.MOST)]
         more += [("random", number) for number in range(option("--layouts"))]
+        adapters = random.Random(option("--seed")).sample(range(len(layouts.ADAPTER_EDGES)), ADAPTERS)
+        more += [("adapter", number) for number in adapters]
         more += [("large", number) for number in range(len(layouts.LARGE_EDGES))]
         which += [pytest.param(each, marks=LARGE) for each in more]
     metafunc.parametrize("observed", which, ids=lambda each: f"{each[0]} {each[1]}", indirect=True, scope="module")
@@ -52,7 +55,8 @@ def observed(request: pytest.FixtureRequest, ranks: RankPool) -> Iterator[Observ
     elif kind == "random":
         drawn = layouts.random_layout(seed, number)
     else:
-        drawn = (layouts.SMALL_EDGES if kind == "small" else layouts.LARGE_EDGES)[number]
+        edges = dict(small=layouts.SMALL_EDGES, adapter=layouts.ADAPTER_EDGES, large=layouts.LARGE_EDGES)
+        drawn = edges[kind][number]
     return Observed(ranks, *drawn)
 
 

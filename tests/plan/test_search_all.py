@@ -17,7 +17,7 @@ from shardwise.plan.search.pool import SLOWER
 from shardwise.plan.search.search import keeping
 from shardwise.run import Run, UserError, run_from_dict, to_toml
 
-SMALL, JOBS = 3, 200
+SMALL, JOBS = 3, 40
 """Jobs of the small tier, which have few layouts, and of both."""
 SAME = 1 + 1e-9
 ABOUT = 1.005
