@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -171,3 +172,36 @@ def test_ahead_of_the_time_limit_a_job_saves_and_comes_back_and_a_cancelled_one_
     time.sleep(3)
     assert slurm.job(number)["JobState"] == "CANCELLED"
     assert slurm.job(number)["Restarts"] == "1"
+
+
+def made(folder: Path) -> dict[str, bytes]:
+    """What a preparation wrote, without what is about its jobs."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in ("plan.json", "data.toml"))
+    found = {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in files
+    }  # without the two that name the folder
+    return {name: data for name, data in found.items() if not name.startswith(("launch/", "logs/"))}
+
+
+def test_a_corpus_is_prepared_by_arrays_as_by_one_process(slurm: Slurm) -> None:
+    """Every stage is an array of three tasks, each after the one before; two of the files hold the same texts, nearly."""
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        source = random.Random(seed)
+        texts = [" ".join("".join(source.choices("abcdefgh", k=4)) for _ in range(80)) for _ in range(200)]
+        lines = [json.dumps({"text": f"{text} {name if n % 2 else ''}"}) for n, text in enumerate(texts)]
+        (slurm.work / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    steps = "".join(f'[[steps]]\nkind = "{kind}"\n' for kind in ("exact", "minhash"))
+    paths = '["a.jsonl", "b.jsonl", "c.jsonl"]'
+    (slurm.work / "recipe.toml").write_text(f'[[sources]]\nname = "web"\npaths = {paths}\n{steps}')
+    prepare = [sys.executable, "-m", "shardwise", "data", "prepare", "recipe.toml"]
+    slurm.call(*prepare, "--out", "local", "--workers", "1")
+    command = [*prepare, "--out", "arrays", "--executor", "slurm", "--workers", "3", "--json"]
+    jobs = json.loads(slurm.call(*command))["jobs"]
+    assert len(jobs) > 3
+    for number in jobs:
+        state = slurm.wait(f"job {number}", lambda number=number: ended(slurm, str(number)), 300)  # type: ignore[misc]
+        assert state == "COMPLETED", slurm.said()
+    assert made(slurm.work / "arrays") == made(slurm.work / "local")
+    kept = sum(path.read_text().count("\n") for path in (slurm.work / "arrays" / "documents").glob("*.jsonl"))
+    assert kept == 400  # of a and b each text once, of c all
+    assert json.loads(slurm.call(*command)) == {"jobs": []}

@@ -1,5 +1,5 @@
 """The pictures of the axes' pages: what a rank holds with and without the axis and a step's timeline by the plan, and a step as
-four processes made it. `python tests/docs/axis_pictures.py` draws them anew from today's plan and the recorded steps; with
+four processes made it. `python tests/docs/axis_pictures.py [AXIS …]` draws them anew from today's plan and the recorded steps; with
 `--record` it records these first, on the cores of this machine (`shardwise profile`, some minutes)."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from shardwise.ledger import OWNERS, Span, Timeline
 from shardwise.plan.plan import Plan, plan
 from shardwise.plan.time.timeline import timeline
-from shardwise.report import colors, words
+from shardwise.report import colors, pick, words
 from shardwise.report.html_timeline import timeline_rows
 from shardwise.run import read_run
 
@@ -40,6 +40,11 @@ WIDTH, LEFT, LINE = 760, 92, 16
 PIXELS = 300
 
 
+def known() -> dict[str, Any]:
+    """The recorded steps by axis."""
+    return json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
+
+
 def picture(axis: str) -> Path:
     """The file of an axis."""
     return ROOT / "docs" / f"axis-{axis}.svg"
@@ -48,20 +53,23 @@ def picture(axis: str) -> Path:
 def drawn(axis: str) -> str:
     """The picture, from today's plan and the recorded step."""
     alone, split = (plan(read_run(RUN, list(keys))) for keys in (ALONE.get(axis, ()), AXES[axis]))
-    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))[axis]
-    spans = [Span(rank, *rest) for rank, *rest in recorded["spans"]]
+    recorded = known().get(axis)
+    planned = timeline(split.job)
+    seen = {pick.kind_of(span): colors.of_span(span) for span in planned.spans}
     parts: list[str] = []
     at = _memory(parts, 18, {"1 rank": alone, "each of 4": split})
     step = words.seconds(split.account.step_seconds)
-    at = _timeline(parts, at + 14, f"a step as planned on four H100s: {step}", timeline(split.job))
-    real = Timeline(tuple(spans), recorded["seconds"])
-    title = f"a step as four processes on {recorded['cores']} CPU cores made it: {words.seconds(recorded['seconds'])}"
-    at = _timeline(parts, at + 14, title, real)
-    seen = {span.category for span in (*timeline(split.job).spans, *spans)}
-    shown = [(name, color) for name, color in colors.CATEGORY.items() if name in seen]
-    at = _legend(parts, at + 12, shown)
+    at = _timeline(parts, at + 14, f"a step as planned on four H100s: {step}", planned)
+    if recorded is not None:
+        spans = tuple(Span(rank, *rest) for rank, *rest in recorded["spans"])
+        title = (
+            f"a step as four processes on {recorded['cores']} CPU cores made it: {words.seconds(recorded['seconds'])}"
+        )
+        at = _timeline(parts, at + 14, title, Timeline(spans, recorded["seconds"]))
+        seen |= {pick.kind_of(span): colors.of_span(span) for span in spans}
+    at = _legend(parts, at + 12, [(name.replace("_", " "), color) for name, color in seen.items()])
     style = "<style>text{font:12px sans-serif;fill:#808080}.b{font-weight:bold}</style>"
-    name = f"{axis}: memory of a rank, a planned step and a recorded one"
+    name = f"{axis}: memory of a rank and a step of four"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {at}" role="img" aria-label="{name}">'
     return "\n".join([head, f"<title>{name}</title>", style, *parts, "</svg>", ""])
 
@@ -101,7 +109,7 @@ def _timeline(parts: list[str], at: int, title: str, line: Timeline) -> int:
             parts.append(_text(0, at + 12, row.label))
         for span in row.spans:
             x, width = LEFT + span.start * scale, max(0.3, span.seconds * scale)
-            color = colors.of_category(span.category)
+            color = colors.of_span(span)
             parts.append(f'<rect x="{x:.1f}" y="{at}" width="{width:.1f}" height="{high}" fill="{color}"/>')
         at += high + 2
     return at + 8
@@ -139,7 +147,10 @@ def record(axis: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if "--record" in sys.argv:
-        RECORDED.write_text(json.dumps({axis: record(axis) for axis in AXES}, separators=(",", ":")) + "\n")
-    for each in AXES:
+    named = [word for word in sys.argv[1:] if word != "--record"] or list(AXES)
+    for each in named:
+        if "--record" in sys.argv:
+            RECORDED.write_text(
+                json.dumps({**known(), each: record(each)}, separators=(",", ":")) + "\n", encoding="utf-8"
+            )
         picture(each).write_text(drawn(each), encoding="utf-8")
