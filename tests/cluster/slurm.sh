@@ -70,7 +70,7 @@ end() { # the process in a pid file, and wait until it is gone
 
 steps_of() { # the step managers of one machine, which slurmd started; they have its log open
   for process in /proc/[0-9]*; do
-    case $(tr '\0' ' ' <"$process/cmdline" 2>/dev/null || true) in
+    case $(tr '\0' ' ' 2>/dev/null <"$process/cmdline" || true) in
       slurmstepd:*) ls -l "$process/fd" 2>/dev/null | grep -q " $home/$1.log$" && echo "${process#/proc/}" ;;
     esac
   done
