@@ -43,7 +43,8 @@ def train_and_save(rank: int, run: Run, out: Path, steps: int) -> int:
     saver.save(train_state, more=dict(note=[1, 2]))
     # What happens to the state while it is written must not reach the checkpoint.
     for held in train_state.parallel.parameters:
-        local(held.parameter).detach().fill_(torch.nan)
+        values = local(held.parameter).detach()
+        values.fill_(torch.nan if values.is_floating_point() else 0)
     assert saver.finish() == ""
     return saver.staging.block.numel()
 
