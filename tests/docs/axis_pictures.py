@@ -103,7 +103,12 @@ def _timeline(parts: list[str], at: int, title: str, line: Timeline) -> int:
     parts.append(_text(0, at, title, ' class="b"'))
     at += 8
     scale = (WIDTH - LEFT) / line.seconds
+    drawn_rows: set[tuple[int, str]] = set()
     for row in timeline_rows(line, 4000):
+        which = row.spans[0].rank, row.stream
+        if which in drawn_rows:  # what a stream does at the same time, threads of a CPU, is left out
+            continue
+        drawn_rows.add(which)
         high = LINE - 2 if row.stream == "compute" else 6
         if row.label:
             parts.append(_text(0, at + 12, row.label))
@@ -138,9 +143,10 @@ def record(axis: str) -> dict[str, Any]:
     found = json.loads(said.stdout)["timeline"]
     line = Timeline(tuple(Span(**span) for span in found["spans"]), found["seconds"])
     spans = [
-        [span.rank, span.stream, "", span.category, round(span.start, 6), round(span.seconds, 6)]
+        [span.rank, span.stream, "", span.category, round(span.start, 5), round(span.seconds, 5)]
         for row in timeline_rows(line, PIXELS * 8)
         for span in row.spans
+        if span.stream in ("compute", *colors.AXIS) and span.seconds >= 1e-4
     ]
     ranks = {rank for rank, *_ in spans}
     return dict(seconds=line.seconds, cores=len(os.sched_getaffinity(0)), ranks=len(ranks), spans=spans)
