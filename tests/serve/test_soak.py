@@ -93,7 +93,7 @@ def real() -> Any:
 def test_a_thousand_requests(request: pytest.FixtureRequest) -> None:
     engine = fake()
     run(engine, 1_000, request.config.option.seed)
-    assert engine.aborted > 30
+    assert engine.aborted > 10  # how many are still running when their client leaves depends on the machine
 
 
 def test_a_hundred_requests_of_a_model(request: pytest.FixtureRequest) -> None:
