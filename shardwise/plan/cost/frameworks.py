@@ -181,8 +181,9 @@ FRAMEWORKS: dict[str, Framework] = {
         _MEGATRON,
         replace(_MEGATRON, name="megatron-bf16", gradient_bytes=6.0,
                 optimizer_bytes=16.0, reduce_bytes=4.0, accumulate_bytes=12.0, bucket_bytes=3e9),
-        # Gradients are copied to float32 for the step; buckets of 500 million elements, two to reduce and one to gather.
-        replace(_MEGATRON, name="megatron-deepspeed", optimizer_bytes=16.0, bucket_bytes=3e9, pipeline_slices=False),
+        # Gradients are copied to float32 for the step; buckets of 500 million elements, two to reduce and one to gather. The
+        # engine of its pipelines cuts what it sends over the tensor ranks (`PartitionedTensor`).
+        replace(_MEGATRON, name="megatron-deepspeed", optimizer_bytes=16.0, bucket_bytes=3e9),
         # Since 2022 the GEMM itself adds to the gradient, which reads it once more.
         replace(_MEGATRON, name="megatron-2022", accumulate_bytes=2.0),
         replace(_MEGATRON, name="megatron-ddp", gradients_overlap=True),
@@ -195,7 +196,7 @@ FRAMEWORKS: dict[str, Framework] = {
         replace(_FSDP, name="fsdp-flash1", attention="flash1"),
         replace(_FSDP, name="fsdp-pure-flash1", attention="flash1", reduce_bytes=2.0),
         # Every second GEMM is recomputed, and all that is neither a GEMM nor attention.
-        replace(_FSDP, name="torchtitan", kernels="compiled", loss_bytes=24.0, logit_bytes=12.0, recompute_gemms=0.5,
+        replace(_FSDP, name="torchtitan", loss_bytes=24.0, logit_bytes=12.0, recompute_gemms=0.5,
                 recompute_selective=("norm", "activation", "rotary", "residual"), recompute_saves=(4.0, 1.0, 1.0)),
         # Parameters in 16 bits, each tensor gathered and each gradient reduced by itself as autograd's hooks come by, which the
         # host waits for: early ZeRO-3 (Rajbhandari et al. 2021) hid little of its traffic.

@@ -121,8 +121,10 @@ def _attention_core(ops: OpList, heads: Number, kv_heads: Number, head_dim: int,
         return
     seen = keys_seen(job.model, length)
     flops = 2.0 * batch * queries * seen * heads * (head_dim + v_dim)
-    share = seen / length
-    shape = dict(batch=batch, heads=heads, queries=queries, keys=2 * share * length, head_dim=head_dim, v_dim=v_dim)
+    # As many keys as leave every query those that it sees on average; context ranks have equal shares of the causal work.
+    alone = np.asarray(job.layout.context) == 1
+    keys = np.where(alone, 2.0 * seen, seen + np.minimum(queries, 2.0 * seen) / 2)
+    shape = dict(batch=batch, heads=heads, queries=queries, keys=keys, head_dim=head_dim, v_dim=v_dim)
     shape |= dict(causal=True, dtype=job.dtype, kv_heads=kv_heads)
     shape |= dict(kernel=framework.attention)
     forward, backward = (attention_seconds(job.cluster.chip, **shape, direction=way) for way in ("forward", "backward"))

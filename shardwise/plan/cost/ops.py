@@ -28,6 +28,17 @@ NOTHING = (0.0, 0.0, 0.0)
 FUSED = {"qkv": ("q", "k", "v"), "up": ("gate", "up"), "expert up": ("gate", "up"), "q_up": ("q",), "kv_up": ("kv",)}
 """Matrices that one GEMM multiplies the same input with, by its name."""
 
+RECIPES = {
+    # how values are scaled to 8 bits: speed of a GEMM beside that with a scale for each tensor; further reads of its inputs
+    "": (1.0, 0.0),
+    "delayed": (1.0, 0.0),  # by what was largest in earlier steps
+    "tensorwise": (1.0, 0.0),  # by what is largest now, which is looked for first
+    "rowwise": (0.8, 1.0),  # likewise of every row; the scales are multiplied in as the products are written
+    "blockwise": (0.8, 0.0),  # of blocks of 128; Hopper adds up the blocks outside of its tensor cores
+    "mxfp8": (1.0, 0.0),  # of 32 values, in the tensor cores
+    "nvfp4": (1.0, 0.0),
+}
+
 
 @dataclass(frozen=True)
 class Op:
@@ -68,6 +79,7 @@ class OpList(list[Op]):
         dtype = "fp8" if fp8 else job.dtype
         # Vocabularies are padded, and a CPU has no tiles.
         kept = 1.0 if high_precision or chip.name == "cpu" else alignment(columns, inner)
+        kept = kept * self._scaled(fp8)
         seconds = (
             gemm_seconds(chip, rows, columns, inner, dtype) / kept,
             gemm_seconds(chip, rows, inner, columns, dtype) / kept,
@@ -88,9 +100,16 @@ class OpList(list[Op]):
             grouped_gemm_seconds(chip, rows, inner, columns, experts, dtype),
             gemm_seconds(chip, inner, columns, rows / experts, dtype, count=experts),
         )
+        forward, to_input, to_weight = seconds
+        kept = self._scaled(fp8)
+        seconds = forward / kept, to_input / kept, to_weight / kept
         saved = rows * inner * (1.0 if fp8 else job.width)
         saved = self._low_rank(name, "experts", (rows, columns, inner), saved, experts)
         self._gemm(name, "experts", seconds, (rows, columns, inner), experts, saved, fp8=fp8)
+
+    def _scaled(self, fp8: bool) -> float:
+        """Speed of a GEMM for how its inputs are scaled."""
+        return RECIPES[self.job.framework.fp8_recipe][0] if fp8 else 1.0
 
     def _low_rank(
         self, name: str, part: str, shape: ByPass, saved: Number, experts: Number = None, parts: tuple[Number, ...] = ()
@@ -139,11 +158,11 @@ class OpList(list[Op]):
         """Adds a GEMM and what goes with it: its gradient accumulated, its weight cast, its inputs scaled to fp8."""
         job, framework, (rows, columns, inner) = self.job, self.job.framework, shape
         flops, numel = 2.0 * rows * columns * inner, columns * inner * count
-        each = 1.0 + framework.expert_host * count * (part == "experts")
-        once: ByPass = (each, each, each)
+        launch = 1.0 + framework.expert_host * count * (part == "experts")
+        once: ByPass = (launch, launch, launch)
         every: ByPass = (flops,) * 3
         if job.adapter.used:  # a frozen weight has no gradient, and is held as it is multiplied
-            every, once, seconds = (flops, flops, 0.0), (each, each, 0.0), (seconds[0], seconds[1], 0.0)
+            every, once, seconds = (flops, flops, 0.0), (launch, launch, 0.0), (seconds[0], seconds[1], 0.0)
             early_stop = early_stop and job.adapter.kind != "qlora"
             self.append(Op(name, part, "matmul", seconds, every, NOTHING, saved, 0.0, once, early_stop=early_stop))
             if job.adapter.kind == "qlora" and part in ("attention", "ffn", "experts"):
@@ -160,7 +179,8 @@ class OpList(list[Op]):
             # Sharded weights are cast before they are gathered, and then copied out of the message: about as much.
             self._weight_pass(f"{name} cast", part, numel * (job.width + framework.parameter_bytes), forward=True)
         if fp8:  # both inputs of each GEMM are read, scaled, and written in fp8, once as they lie and once transposed
-            sizes = rows * inner * (job.width + 2), rows * columns * (job.width + 2)
+            each = job.width * (1.0 + RECIPES[framework.fp8_recipe][1]) + 2
+            sizes = rows * inner * each, rows * columns * each
             self.elementwise(f"{name} to 8 bits", part, *sizes)
 
     def _weight_pass(self, name: str, part: str, size: Number, *, forward: bool) -> None:

@@ -186,7 +186,7 @@ def _open(
         else:
             found["attention"] = (("te", 0.8), ("flash2", 0.2)) if modern else (("flash2", 0.6), ("te", 0.4))
     if "compile" not in stated and base.kernels == "eager" and year > 2023.5:
-        found["compile"] = either(0.3)
+        found["compile"] = either(0.3 if year < 2025 else 0.6 if base.name == "torchtitan" else 0.3)
     if situation.tensor > 1 and not {"tp_overlap", "tp_async"} & set(stated):
         found["tp_overlap"] = either(0.5 if modern else 0.05)
     if situation.data > 1 and "overlap_grad_reduce" not in stated:
@@ -203,6 +203,8 @@ def _open(
     return found
 
 
+FUSED_TE = 2024.4
+"""Until then Transformer Engine called FlashAttention-2, also on Hopper; since then cuDNN's kernels, with context ranks too."""
 KERNELS = {"flash4": "flash3", "cudnn": "flash3", "te": "flash3", "flex": "flash2"}
 LOSSES: dict[str, dict[str, Any]] = {
     # bytes moved for each logit, and held
@@ -230,6 +232,8 @@ def declared(base: Framework, facts: Facts, situation: Situation) -> Framework:
     changes: dict[str, Any] = {}
     if word := facts.get("attention"):
         changes["attention"] = KERNELS.get(word, word)
+        if word == "te" and year_of(facts, situation.generation) < FUSED_TE:
+            changes["attention"] = "flash2"
     if (word := facts.get("loss")) in LOSSES:
         changes |= LOSSES[word]
     if "compile" in facts and base.kernels != "jit" and base.family not in ("nemo", "jax"):

@@ -10,9 +10,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from shardwise.hardware import make_cluster
+from shardwise.plan.as_program import plan_as
 from shardwise.plan.cost.flops import parameters, training_flops
 from shardwise.plan.cost.frameworks import FRAMEWORKS
 from shardwise.plan.cost.job import Job
@@ -21,7 +23,7 @@ from shardwise.plan.cost.parameters import LocalNumel
 from shardwise.plan.published.rows import Row, published
 from shardwise.plan.published.validate import Prediction, predict
 from shardwise.plan.time.step import play
-from shardwise.run import LayoutConfig, ModelConfig, run_from_dict
+from shardwise.run import PRESETS, LayoutConfig, ModelConfig, run_from_dict
 from shardwise.run.derive import derive_model
 from shardwise.schedules import Cost
 
@@ -227,6 +229,45 @@ def training_runs() -> Exhibit:
     )
 
 
+LLAMA = (
+    # preset, tokens, GPUs (of the largest as the paper says, of the others assumed)
+    ("llama1-7b", 1.0e12, 256),
+    ("llama1-13b", 1.0e12, 512),
+    ("llama1-33b", 1.4e12, 1024),
+    ("llama1-65b", 1.4e12, 2048),
+)
+
+
+def llama_hours() -> Exhibit:
+    """GPU-hours of LLaMA's runs. How they were split was not published, so it is the fastest of some layouts that fit."""
+    hours = {
+        row["id"].split("_")[1].lower(): row["measured"]["gpu_hours"] for row in _rows("training", ["llama1_gpuhours"])
+    }
+    lines = []
+    for preset, tokens, devices in LLAMA:
+        found = []
+        for tensor, microbatch in product((1, 2, 4, 8), (1, 2)):
+            if PRESETS[preset]["heads"] % tensor or 2048 * tensor % (microbatch * devices):
+                continue
+            layout = dict(tensor=tensor, shard=devices // tensor, zero=1)
+            train = dict(seq_len=2048, global_batch=2048, microbatch=microbatch, dtype="bfloat16")
+            cluster = dict(chip="a100-sxm-80g", nodes=devices // 8)
+            run = run_from_dict(dict(model=dict(preset=preset), layout=layout, train=train, cluster=cluster))
+            planned = plan_as(run, dict(framework="meta-internal", attention="flash1", release="2023-02"))
+            if planned.fits:
+                found.append((planned.account.step_seconds, planned.low, planned.high))
+        each = tokens / (2048 * 2048) * devices / 3600
+        step, low, high = (each * seconds for seconds in min(found))
+        lines.append(
+            Line(f"LLaMA {preset.split('-')[1]}, {devices} GPUs", hours[preset.split("-")[1]], step, low, high)
+        )
+    said = (
+        "The layouts, and but for 65B the number of GPUs, were not published: planned is the fastest of 1- to 8-way tensor "
+        "parallelism that fits. What was published holds restarts and evaluations too."
+    )
+    return Exhibit("GPU-hours of LLaMA", "Touvron et al. 2023, Table 15", "GPU-hours", lines, said)
+
+
 BUBBLES = (
     ("1f1b", 4, 8, 1),
     ("1f1b", 8, 32, 1),
@@ -261,6 +302,7 @@ EXHIBITS: dict[str, Callable[[], Exhibit]] = {
     "bloom": bloom,
     "zero-states": zero_states,
     "training-flops": training_runs,
+    "llama-hours": llama_hours,
     "bubbles": bubbles,
     "gpt-fast": gpt_fast,
     "inference-arithmetic": inference_arithmetic,
