@@ -91,7 +91,7 @@ def test_experts_exchange_their_even_share() -> None:
     counts, rows = 16 * 8, LENGTH * 4 * run.model.hidden * 2
     assert traffic(run, 1).bytes["expert"] == {"all_to_all": n * layers * 7 / 8 * (counts + 4 * rows)}
     # Given the rows, those count.
-    moved = dict.fromkeys(range(layers), 10)
+    moved = dict.fromkeys(range(layers), (4, 6))
     want = layers * (n * 7 / 8 * counts + 2 * 10 * run.model.hidden * 2)
     assert traffic(run, 1, moved).bytes["expert"] == {"all_to_all": want}
 
