@@ -58,9 +58,9 @@ def checkpoint_module(module: nn.Module, observers: Observers) -> None:
         def contexts() -> tuple[Any, Any]:
             return contextlib.nullcontext(), _recomputing(module, observers)
 
-        # Tensors inside of a tuple, rope's, are arguments of their own: so autograd saves them as it saves the others.
-        lengths = [len(arg) if isinstance(arg, tuple) else 0 for arg in args]
-        flat = [x for arg in args for x in (arg if isinstance(arg, tuple) else (arg,))]
+        # Tensors inside of a plain tuple, rope's, are arguments of their own: so autograd saves them as it saves the others.
+        lengths = [len(arg) if type(arg) is tuple else 0 for arg in args]
+        flat = [x for arg in args for x in (arg if type(arg) is tuple else (arg,))]
 
         def together(*flat: Any, **kwargs: Any) -> Any:
             rest = iter(flat)

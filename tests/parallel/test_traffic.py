@@ -37,8 +37,9 @@ def known_calls(rank: int) -> Traffic:
             operations = [dist.P2POp(dist.isend, mine, peer, some), dist.P2POp(dist.irecv, torch.empty(5), peer, some)]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
+        dist.broadcast(mine, 2)
         with pytest.raises(NotImplementedError):
-            dist.broadcast(mine, 0)
+            dist.reduce(mine, 0)
     return counter.traffic
 
 
@@ -47,7 +48,8 @@ def test_counter_sees_every_call(ranks: RankPool) -> None:
             ("three", "reduce_scatter"): 2 * 20, ("three", "all_to_all"): 2 * 20}  # fmt: skip
     first = both | {("two", "all_to_all"): 2 * 4, ("two", "send"): 20}
     second = both | {("two", "all_to_all"): 1 * 4, ("two", "send"): 20}
-    assert ranks.run(3, known_calls) == [first, second, both]
+    third = both | {("three", "broadcast"): 20}  # counted where it is sent
+    assert ranks.run(3, known_calls) == [first, second, third]
 
 
 def ring_work(rank: int, length: int) -> tuple[int, int]:

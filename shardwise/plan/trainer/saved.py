@@ -112,7 +112,7 @@ def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved
     if stage.first and run.layout.tensor > 1 and not run.adapter.used:
         tape.save_new("embedding rows", planned.tokens, INTEGER)
         tape.save_new("embedding known", planned.tokens, 1)
-    if m.position == "learned" and m.position_offset and stage.first:
+    if m.position == "learned" and m.position_offset and stage.first and not run.adapter.used:
         tape.save_new("positions", run.train.seq_len // run.layout.context, INTEGER)
     if m.position == "rotary" and stage.layers:
         width = m.rope_dim if m.attention == "latent" else m.head_dim
