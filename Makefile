@@ -4,7 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -q --no-compile
 CORES  ?= $(shell getconf _NPROCESSORS_ONLN)
-WORKERS = -n $(CORES) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
+# One more worker than cores: some wait for ranks, servers or a browser.
+WORKERS = -n $$(( $(CORES) + 1 )) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
 .PHONY: demo demo-tune test test-all lint unit chaos cluster-test bench docs clean
 

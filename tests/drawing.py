@@ -11,15 +11,17 @@ import random
 import pytest
 
 GROUPS = {
-    "commands": 4,
-    "dry ranks": 4,
+    "commands": 3,
+    "dry ranks": 2,
     "fp8": 2,
-    "kernels": 3,
+    "kernels": 2,
     "laws": 2,
     "outer": 2,
+    "pages": 12,
+    "pages with ranks": 1,
     "preparation": 2,
     "resharding": 3,
-    "searches": 5,
+    "searches": 3,
     "servers": 1,
 }
 """How many of its tests the small tier takes of a group: tests that start ranks by the command or disturb them (a run that suffers

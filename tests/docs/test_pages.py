@@ -12,6 +12,11 @@ SECTIONS = [(page, section) for page in PAGES for section in sections(page)]
 TASKS = "docs/tasks.md"
 
 
+def group_of(section: Section) -> str:
+    """Of sections beside the README's, of which the small tier draws some."""
+    return "pages with ranks" if starts_ranks(section) else "pages"
+
+
 class Reader:
     """Someone who follows the pages from the top, each in a folder of its own."""
 
@@ -43,8 +48,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 @pytest.mark.parametrize(
     ("page", "section"),
     [
-        pytest.param(*each, marks=[pytest.mark.drawn(1)] * (each[0] != PAGES[0] and starts_ranks(each[1])))
-        for each in SECTIONS
+        pytest.param(page, section, marks=[pytest.mark.drawn(group=group_of(section))] * (page != PAGES[0]))
+        for page, section in SECTIONS
     ],
     ids=[f"{page.stem}: {section.title}" for page, section in SECTIONS],
 )
