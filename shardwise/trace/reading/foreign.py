@@ -7,34 +7,11 @@ What they do not record is said: neither has shapes, process groups or sizes of 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from shardwise.run.problems import Problem, UserError
-
-SQLITE = b"SQLite format 3\0"
-
-
-class Span(NamedTuple):
-    """Something that ran, as Kineto has it; times in nanoseconds."""
-
-    category: str
-    name: str
-    start: int
-    end: int
-    process: int
-    thread: int
-    arguments: dict[str, Any]
-
-
-class Told(NamedTuple):
-    """A rank of a foreign profile."""
-
-    spans: Iterator[Span]
-    devices: list[dict[str, Any]]
-    rank: int | None
-    """None: not known, and taken from the file's name."""
+from shardwise.trace.reading.told import Told
 
 
 class Translated(NamedTuple):
@@ -102,8 +79,3 @@ def _write(target: Path, told: Told) -> None:
 def _micro(nanoseconds: int) -> str:
     sign, value = ("-", -nanoseconds) if nanoseconds < 0 else ("", nanoseconds)
     return f"{sign}{value // 1000}.{value % 1000:03d}"
-
-
-def refused(path: Path, why: str) -> UserError:
-    """A foreign profile that cannot be read."""
-    return UserError(Problem(why, where=str(path)))

@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from shardwise.trace.reading.foreign import SQLITE, Span, Told, refused
+from shardwise.trace.reading.told import SQLITE, Span, Told, refused
 
 LACKS = (
     "Nsight Systems records no shapes, sizes of messages or process groups: "

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.trace.reading.foreign import Span, Told, refused
+from shardwise.trace.reading.told import Span, Told, refused
 
 LACKS = (
     "XLA records no shapes, sizes of messages or links between launches and kernels: "
