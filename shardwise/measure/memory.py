@@ -301,7 +301,7 @@ def measured_memory(train_state: TrainState) -> Iterator[dict[str, Any]]:
 
     - `saved`: what each microbatch keeps for its backward pass, by stage,
     - `activations`: the peak over all microbatches in flight, which depends on the schedule,
-    - `gradients`: after the passes; `unreduced`: the peak between them, unreduced ones included,
+    - `gradients`: after the passes; `unreduced`: the peak between and after them, unreduced ones included,
     - `gathered`: the peak of unsharded parameters between two passes,
     - `buffers`: the peak between two passes of sends and receives between stages that no pass uses any more, or yet,
     - `peak`: the peak of everything together.
@@ -319,15 +319,16 @@ def measured_memory(train_state: TrainState) -> Iterator[dict[str, Any]]:
     with storages, sampling(step):
         yield found
         train_state.optimizer.finish()
+    gradients = unique_bytes(gradients_of(train_state))
     found.update(
         parameters=unique_bytes(parameters_of(train_state)),
-        gradients=unique_bytes(gradients_of(train_state)),
+        gradients=gradients,
         optimizer=unique_bytes(optimizer_of(train_state)),
         host=unique_bytes(hosted_of(train_state)) + step.away,
         activations=step.peak_activations,
         gathered=step.gathered,
         buffers=step.buffers,
-        unreduced=step.gradients,
+        unreduced=max(step.gradients, gradients),
         saved=step.saved,
         peak=torch.cuda.max_memory_allocated(train_state.device) if cuda else storages.peak,
     )
