@@ -32,9 +32,10 @@ AXIS_OF = {
 """The axis that the bytes of a process group count for, where the group has another name."""
 
 CATEGORIES = ("matmul", "attention", "memory", "host", "replicate", "shard", "context", "tensor", "expert", "pipeline",
-              "bubble", "optimizer", "data", "checkpoint", "other")  # fmt: skip
+              "offload", "bubble", "optimizer", "data", "checkpoint", "other")  # fmt: skip
 """Where a step's time goes: kinds of compute, exposed communication of each axis, and waiting. `pipeline` is transfers
-between stages, `bubble` waiting for them; `host` is the device waiting for launches."""
+between stages, `bubble` waiting for them; `offload` is waiting for activations that go to the host or come back; `host` is the
+device waiting for launches."""
 
 
 def wire_bytes(collective: str, ranks: int, given: int) -> Fraction:

@@ -19,7 +19,7 @@ from typing import Any
 
 from shapes import need_gpu
 
-from shardwise.cli.trace.memory import planned_of, told
+from shardwise.cli.trace.memory import as_record, planned_of
 from shardwise.hardware.chips import chip_of_driver_name
 from shardwise.run import read_run
 from shardwise.trace.memory.snapshot import read_profiled
@@ -86,7 +86,7 @@ def main() -> int:
         planned = sum(plan.owners.values())
         off = story.peak / planned - 1
         good = good and abs(off) <= ALLOWED
-        found[name] = dict(story=told(story), plan=dict(plan.owners), off=off)
+        found[name] = dict(story=as_record(story), plan=dict(plan.owners), off=off)
         print(f"{name}: peak {story.peak / 2**30:.2f} GiB, planned {planned / 2**30:.2f} GiB, {off:+.1%} (at most {ALLOWED:.0%}); "
               f"reserved {story.reserved / 2**30:.2f} GiB", flush=True)  # fmt: skip
         for owner in dict.fromkeys([*plan.owners, *story.owners]):

@@ -6,7 +6,7 @@ between steps that nobody waits for, memory the most that the allocator had give
 the process had at its peak. Both cases have the same batch, which the host's case takes in one microbatch: the larger it is, the
 less the update weighs. The resident one takes sequence by sequence and keeps as many activations as fit. `recompute` and `swap` are
 the host's case without a compiler, all layers recomputed, and with the planner's choice for each tensor of a layer to stay, to be
-made again, or to wait on the host, at about the same memory.
+recomputed, or to wait on the host, at about the same memory.
 
     python benchmarks/gpu/offload.py --output offload.json [--cases host resident recompute swap] [--batch 7] [--steps 4]
 """

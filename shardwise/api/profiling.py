@@ -69,7 +69,7 @@ class Profile(Result):
 
     @property
     def recompute_flops(self) -> float:
-        """Of activation checkpointing, and of what fused attention makes again inside of its backward kernels."""
+        """Of activation checkpointing, and of what fused attention recomputes inside of its backward kernels."""
         return self._total(("recompute",)) + float(sum(self._watch.fused.values()))
 
     @property

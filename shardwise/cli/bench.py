@@ -81,14 +81,14 @@ def execute(args: argparse.Namespace) -> int:
 
 def _rehearsed(args: argparse.Namespace) -> Profile:
     """The points of a rehearsal."""
-    from shardwise.cli.machinery.progress import told
+    from shardwise.cli.machinery.progress import progress_line
     from shardwise.hardware.chips import unknown_chip
     from shardwise.measure.rehearsed_profile import rehearsed_profile
 
     run = read_planned(args.run, args.overrides, (unknown_chip,)).run
     if args.device != "auto":
         run = replace(run, train=replace(run.train, device=args.device))
-    with told() as say:
+    with progress_line() as say:
         return rehearsed_profile(run, args.rank, say)
 
 

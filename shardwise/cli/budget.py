@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Find and print."""
-    from shardwise.cli.machinery.progress import told
+    from shardwise.cli.machinery.progress import progress_line
     from shardwise.hardware.chips import find_chip
 
     fitted, loss, law = _law(args.law)
@@ -79,7 +79,7 @@ def execute(args: argparse.Namespace) -> int:
         chip=args.chip, flops=args.flops or 0.0, hours=hours, devices=args.devices, days=args.days or 30.0, seq_len=args.seq_len,
         vocab=args.vocab, served=args.serve_tokens, price=args.price,
     )  # fmt: skip
-    with told() as tell:
+    with progress_line() as tell:
         budget = find_budget(wanted, loss, tell)
     found = _figures(budget, fitted, loss, law, args)
     if args.out:

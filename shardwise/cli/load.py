@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Load, then print."""
-    from shardwise.cli.machinery.progress import told
+    from shardwise.cli.machinery.progress import progress_line
     from shardwise.hardware.chips import unknown_chip
     from shardwise.run import read_run
     from shardwise.schedules.serving.figures import Limits
@@ -80,7 +80,7 @@ def execute(args: argparse.Namespace) -> int:
         raise UserError(str(e)) from None
     given = (run.serve.ttft_ms or None, run.serve.tpot_ms or None) if run else (args.ttft_limit, args.tpot_limit)
     limits = Limits(*map(_limit, given))
-    with told() as say:
+    with progress_line() as say:
 
         def tell(now: Progress) -> None:
             failed = f", {now.failed} failed" if now.failed else ""

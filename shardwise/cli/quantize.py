@@ -58,7 +58,7 @@ def execute(args: argparse.Namespace) -> int:
 
     from dataclasses import replace
 
-    from shardwise.cli.machinery.progress import told
+    from shardwise.cli.machinery.progress import progress_line
     from shardwise.quantize.layers import Settings
     from shardwise.quantize.quantize import quantize_checkpoint
     from shardwise.report import words
@@ -70,7 +70,7 @@ def execute(args: argparse.Namespace) -> int:
     elif method == "smoothquant" and args.weights == "int8":
         form = SMOOTHED
     settings = Settings(form, method, args.damping, args.act_order, args.alpha)
-    with told() as tell:
+    with progress_line() as tell:
         done = quantize_checkpoint(
             args.checkpoint, args.out, settings, args.data, args.sequences, args.eval_sequences, args.device,
             args.overrides, tell,

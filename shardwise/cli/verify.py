@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cli.machinery.options import at_least, new_file, write_file
-from shardwise.cli.machinery.progress import told
+from shardwise.cli.machinery.progress import progress_line
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import Run, UserError, counted, read_planned, read_run
 
@@ -80,7 +80,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.dry:
         from shardwise.measure.verify import verify_dry
 
-        with told() as say:
+        with progress_line() as say:
             verdict = verify_dry(run, args.rank or 0, say)
         return _show([verdict], args)
     from shardwise.train import launch
@@ -102,7 +102,7 @@ def _rehearse(run: Run, args: argparse.Namespace) -> int:
     from shardwise.measure.rehearse import rehearse
     from shardwise.train.launch import answer
 
-    with told() as say:
+    with progress_line() as say:
         trace = Path(args.trace) if args.trace else None
         found = rehearse(run, args.rank or 0, hold=args.hold, tune=args.tune, steps=args.steps, trace=trace, say=say)
     notes = [

@@ -41,10 +41,10 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     base = with_layout(base_of(args.run, args.overrides))
     if args.export:
-        from shardwise.cli.machinery.progress import told
+        from shardwise.cli.machinery.progress import progress_line
         from shardwise.workbench.export import export_page
 
-        with told() as say:
+        with progress_line() as say:
             page = export_page(base, say)
         write_file(args.export, page.encode())
         print(f"wrote {args.export}")

@@ -150,7 +150,7 @@ class WorkCounter(TorchDispatchMode, Observer):
                 for inner in module.modules():
                     if isinstance(inner, Linear | Experts | Router):
                         self._mark(inner, part)
-            if isinstance(module, Logits):  # made again in the backward pass
+            if isinstance(module, Logits):  # recomputed in the backward pass
                 self._mark(module, "head")
             if isinstance(module, Norm | nn.Embedding):
                 self._mark(module, "norm" if isinstance(module, Norm) else "embedding")

@@ -35,7 +35,7 @@ from shardwise.parallel.observer import Observers
 from shardwise.parallel.pipeline import Pipeline, Stage, split_backward
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.shard import Sharder, sharded_modules, uses_ddp, wrap_ddp
-from shardwise.parallel.swapped import Swap
+from shardwise.parallel.swap import Swap
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.plan.trainer.handed import handed_bytes

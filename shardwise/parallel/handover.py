@@ -48,7 +48,7 @@ class _Part:
 
     place: Place | Known
     input: int
-    """Which of the tensors that it is made of, where it is one that is made again."""
+    """Which of the tensors that it is made of, where it is one that is recomputed."""
     first: int
     dtype: torch.dtype
     shape: torch.Size
@@ -72,7 +72,7 @@ class Held:
         return place
 
     def note(self, known: Known) -> None:
-        """A tensor that is made again: what it is made of is handed over."""
+        """A tensor that is recomputed: what it is made of is handed over."""
         self.places += [weakref.ref(each) for each in known.made_of()]
 
     def _tensors(self) -> list[tuple[Place | Known, int, Tensor]]:

@@ -33,7 +33,7 @@ from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.observer import Observers
 from shardwise.parallel.saving import saving
 from shardwise.parallel.shard import reduce_deferred_gradients
-from shardwise.parallel.swapped import Swap
+from shardwise.parallel.swap import Swap
 from shardwise.schedules import PASSES, Action, Message, Schedule, message_of, transfers
 from shardwise.schedules.make import cached_schedule
 
@@ -364,8 +364,8 @@ class Pipeline:
         return contextlib.nullcontext()
 
     def _saving(self, action: Action, training: bool) -> Any:
-        """Tensor ranks save their shards of sequences, some tensors are made again, and what will be evicted is saved so that it
-        can be."""
+        """Tensor ranks save their shards of sequences, some tensors are rematerialized, and what will be evicted is saved so that
+        it can be."""
         if self.handover is not None and self.handover.will_evict(action):
             return saving(self.handover.keeper(action))
         replaces = self.mesh.size("tensor") > 1 or self.replaces_saved

@@ -24,13 +24,13 @@ from shardwise.model.attention import GroupedAttention, LatentAttention
 from shardwise.model.layers import Norm
 from shardwise.model.moe import Router
 from shardwise.model.transformer import Block, Transformer
-from shardwise.parallel.made_again import keep_in_form, make_again
 from shardwise.parallel.observer import Observers
-from shardwise.parallel.packed import packed_in
-from shardwise.parallel.swapped import Swap
+from shardwise.parallel.quantized_activations import quantized_in
+from shardwise.parallel.rematerialize import keep_in_form, rematerialize
+from shardwise.parallel.swap import Swap
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run import Run
-from shardwise.run.packing import ELSEWHERE, packed_words
+from shardwise.run.saved_tensors import ELSEWHERE, quantized_tensors
 
 
 @contextlib.contextmanager
@@ -90,10 +90,10 @@ def apply_recompute(model: Transformer, run: Run, rank: int, observers: Observer
         m = run.model
         for name, block in model.layers.items():
             assert isinstance(block, Block)
-            words = packed_words(
+            words = quantized_tensors(
                 routed=m.is_moe(int(name)), parallel_block=m.parallel_block, gated=m.gated, activation=m.activation
             )
-            keep_in_form(block, words, packed_in(run.memory.activation_bits))
+            keep_in_form(block, words, quantized_in(run.memory.activation_bits))
     if layout.recompute in ("budget", "optimal") or swap is not None:
         planned = PlannedRank(run, rank).recomputed
         for name, block in model.layers.items():
@@ -102,7 +102,7 @@ def apply_recompute(model: Transformer, run: Run, rank: int, observers: Observer
             elif isinstance(block, Block):
                 words = planned[int(name)]
                 away = {word.removeprefix(ELSEWHERE) for word in words if word.startswith(ELSEWHERE)}
-                make_again(block, words - {f"{ELSEWHERE}{word}" for word in away})
+                rematerialize(block, words - {f"{ELSEWHERE}{word}" for word in away})
                 if swap is not None:
                     keep_in_form(block, away, swap.form)
         return

@@ -1,10 +1,11 @@
-"""What autograd saves for the backward pass, replaced by something smaller that it can be made of again.
+"""What autograd saves for the backward pass, replaced by something smaller from which it is recomputed.
 
 Autograd saves what its operators were given. While `saving` is open, a saved tensor that is known here, or a view of one, is
 replaced: who needs it first in the backward pass makes it, and the last one lets it go. It is made of others, which may be known
 too. Three kinds are: sequences gathered over tensor ranks, of which each saves its own shard (Korthikanti et al. 2022); tensors
-of a layer that cost less time than memory (`made_again.py`); and tensors that are kept in another form (`packed.py`). Inside of a
-recomputed block nothing is replaced: there it lives for that block's backward pass alone.
+of a layer that cost less time than memory (`rematerialize.py`); and tensors that are kept in another form
+(`quantized_activations.py`, `swap.py`). Inside of a recomputed block nothing is replaced: there it lives for that block's backward
+pass alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Form = Callable[[Tensor], tuple[tuple[Tensor, ...], Callable[..., Tensor]]]
 
 @dataclass
 class Known:
-    """A tensor that can be made again of others."""
+    """A tensor that can be recomputed from others."""
 
     inputs: tuple[Tensor | _View, ...] = ()
     make: Callable[..., Tensor] | None = None

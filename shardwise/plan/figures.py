@@ -43,13 +43,13 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
     if not run.train.checkpoint_every:
         steps = max(1, round(cost.checkpoint_every_s / account.step_seconds))
         saved = f"with {saved} (train.checkpoint_every = {steps})"
-    again = [("again", *_made_again(best))] if lay.recompute == "optimal" else []
+    recomputed = [("recompute", *_rematerialized(best))] if lay.recompute == "optimal" else []
     return [
         ("model", run.model.preset or "custom", size),
         ("devices", f"{lay.world} {chip}", f"{memory.capacity / GIB:.1f} GiB usable on each{_unfilled(best)}"),
         ("layout", sizes, ", ".join(extra)),
         ("memory", f"{memory.peak / GIB:.1f} GiB", f"on the fullest rank: {fits}"),
-        *again,
+        *recomputed,
         ("step", words.seconds(account.step_seconds), f"80% interval: {words.seconds(best.low)} to {words.seconds(best.high)}"),
         ("speed", words.rate(account.tokens_per_second, "tokens"), f"{words.count(account.tokens)} tokens a step"),
         ("MFU", words.percent(best.mfu), f"{CONVENTION}; of {peak[0]} of {words.flops(peak[1], 'FLOP/s')}"),
@@ -61,8 +61,8 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
     ]  # fmt: skip
 
 
-def _made_again(best: Plan) -> tuple[str, str]:
-    """What is made again on the first rank, and how long whole layers would take in its place."""
+def _rematerialized(best: Plan) -> tuple[str, str]:
+    """What the first rank rematerializes, and how long whole layers would take in its place."""
     planned = PlannedRank(best.run, 0)
     found, layers = beside_greedy(*planned.of_budget), sum(len(stage.layers) for stage in planned.stages)
     which = ", ".join(f"{word} {count}" for word, count in found.layers.items()) or "nothing"

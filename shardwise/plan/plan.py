@@ -241,9 +241,13 @@ def what_binds(account: Account, job: Job) -> str:
         "optimizer": "Muon's GEMMs" if job.muon else "the optimizer's memory traffic",
         "pipeline": "sending between stages",
         "data": "reading the batches",
+        "offload": "activations on their way to the host and back",
     }.get(worst, f"traffic of the {worst} axis")
     share = f"{waits[worst] / total:.0%}"
+    moved = account.breakdown.get("memory", 0.0)
     if computing > ARITHMETIC_BOUND * total:
+        if moved > computing / 2:
+            return f"memory bandwidth: {moved / total:.0%} of the step reads and writes what is not multiplied"
         following = f", next is {what}, {share} of the step" if share != "0%" else ""
         return f"arithmetic: {computing / total:.0%} of the step computes{following}"
     return f"{what}: {share} of the step"

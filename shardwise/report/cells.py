@@ -16,7 +16,7 @@ OWNER_LETTERS = {"parameters": "P", "gradients": "G", "optimizer": "O", "activat
 KIND_LETTERS = {"forward": ">", "recompute": "r", "backward": "<", "backward_input": "i", "backward_weight": "w",
                 "optimizer": "o", "matmul": "m", "attention": "a", "memory": "y", "host": "h", "replicate": "R",
                 "shard": "S", "context": "C", "tensor": "T", "pipeline": "P", "expert": "E", "data": "d",
-                "checkpoint": "k", "other": "x"}  # fmt: skip
+                "checkpoint": "k", "offload": "H", "other": "x"}  # fmt: skip
 """Letters of passes and categories where there is no colour: compute in lower case, communication in capitals."""
 
 IDLE = "."

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.report import words
 
-HEADS = ("module", "type", "weights", "forward", "backward", "again", "saved", "time", "share", "FLOP/s")
+HEADS = ("module", "type", "weights", "forward", "backward", "recompute", "saved", "time", "share", "FLOP/s")
 Row = Mapping[str, Any]
 
 
@@ -45,14 +45,14 @@ class Line:
 
     def cells(self, total: float) -> list[str]:
         """What a table shows of it; `total` is the seconds of everything."""
-        again = sum(amount for name, amount in self.flops.items() if name.startswith("recompute"))
+        recomputed = sum(amount for name, amount in self.flops.items() if name.startswith("recompute"))
         done = sum(self.flops.values())
         return [
             "  " * self.level + self.name,
             self.kind,
             _or_dot(self.parameters, words.count),
             *(_or_dot(self.flops.get(which, 0.0), _flops) for which in ("forward", "backward")),
-            _or_dot(again, _flops),
+            _or_dot(recomputed, _flops),
             _or_dot(self.activations, words.size),
             _or_dot(self.seconds, words.seconds),
             _or_dot(self.seconds / total if total else 0.0, words.percent),

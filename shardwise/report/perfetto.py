@@ -27,6 +27,7 @@ CNAME = {
     "tensor": "terrible",
     "expert": "olive",
     "pipeline": "detailed_memory_dump",
+    "offload": "bad",
     "bubble": "grey",
     "optimizer": "rail_response",
     "data": "yellow",

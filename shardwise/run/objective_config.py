@@ -115,7 +115,7 @@ class ObjectiveFacts:
     """What of an objective decides what a step computes, holds and sends."""
 
     logprobs: bool = False
-    """Its loss is made of log-probabilities, for which the logits are made again in the backward pass (`model/logprobs.py`)."""
+    """Its loss is made of log-probabilities, for which the logits are recomputed in the backward pass (`model/logprobs.py`)."""
     sums: int = 0
     """Numbers of each token that it adds up over documents (`parallel/objective.py`)."""
     scores: bool = False

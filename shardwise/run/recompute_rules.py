@@ -15,7 +15,7 @@ def _optimal_rules(run: Run) -> Iterator[Rule]:
     """What making single tensors again asks of the rest."""
     chosen = ("layout.recompute",)
     yield Rule(run.train.fp8 != "none", "train.fp8", chosen, lambda: (
-        'saves inputs of matrices in another form than layout.recompute = "optimal" makes again; use "budget"'
+        'saves inputs of matrices in another form than layout.recompute = "optimal" rematerializes; use "budget"'
     ))
     yield Rule(run.adapter.used, "adapter.kind", chosen, lambda: (
         'saves what layout.recompute = "optimal" does not know; use "budget"'

@@ -1,4 +1,4 @@
-"""What layers save on a GPU, dropped and made again, or on the host: the same bits, and the bytes of the plan."""
+"""What layers save on a GPU, dropped and recomputed, or on the host: the same bits, and the bytes of the plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trained(run: Run) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("layout", "memory"),
     [(OPTIMAL, {}), ({}, dict(activations="host")), (OPTIMAL, dict(activations="host"))],
-    ids=["again", "host", "either"],
+    ids=["recompute", "host", "either"],
 )
 def test_it_is_the_same_bits_and_the_bytes_of_the_plan(layout: dict[str, Any], memory: dict[str, Any]) -> None:
     run = run_of(layout, memory)

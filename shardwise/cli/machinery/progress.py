@@ -12,7 +12,7 @@ PAUSE = 5.0
 
 
 @contextmanager
-def told() -> Iterator[Callable[[str], None]]:
+def progress_line() -> Iterator[Callable[[str], None]]:
     """A function to tell stderr what is being done."""
     terminal = sys.stderr.isatty()
     last = time.monotonic()

@@ -120,10 +120,10 @@ def verify_serving(args: argparse.Namespace, run: Run) -> int:
     if run.layout.world > 1:
         reason = "the engine of one device is measured here; a server of more is by `shardwise load URL --plan RUN`"
         raise UserError(Problem(reason, "layout"))
-    from shardwise.cli.machinery.progress import told
+    from shardwise.cli.machinery.progress import progress_line
     from shardwise.measure.serve_load import verify_load
 
-    with told() as say:
+    with progress_line() as say:
         verdict = verify_load(run, say)
     return _show(args, verdict)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from shardwise.cli.machinery.progress import told
+from shardwise.cli.machinery.progress import progress_line
 from shardwise.cli.scale.pictures import write_pictures
 from shardwise.report import colors, words
 from shardwise.report.plot import Plot, Series
@@ -28,7 +28,7 @@ def coordinates(args: argparse.Namespace) -> int:
     if len(widths) < 2 or widths[0] < 1:
         raise UserError(Problem("two widths at least are compared", "--widths", "command line"))
     run = read_run(args.run, args.overrides)
-    with told() as tell:
+    with progress_line() as tell:
         found = measure(run, widths, args.steps, args.seeds, tell)
     slopes = found.slopes
     worst = max(abs(slope) for name, slope in slopes.items() if not name.endswith((".attention", ".ffn")))

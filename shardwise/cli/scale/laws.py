@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.cli.machinery.options import write_file
-from shardwise.cli.machinery.progress import told
+from shardwise.cli.machinery.progress import progress_line
 from shardwise.report import words
 from shardwise.report.terminal import Console
 from shardwise.report.terminal_scale import print_fit
@@ -30,7 +30,7 @@ def fit(args: argparse.Namespace) -> int:
     points = _points(args)
     repeats = None
     forms = _forms(points) if args.form == "auto" else (args.form,)
-    with told() as tell:
+    with progress_line() as tell:
         if args.form == "data-constrained":
             fitted, repeats = fit_repeats(points, args.seed)
         else:

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 
-from shardwise.cli.machinery.progress import told
+from shardwise.cli.machinery.progress import progress_line
 from shardwise.report import words
 from shardwise.run import read_run
 from shardwise.scale.published import step_law
@@ -18,7 +18,7 @@ def noise(args: argparse.Namespace) -> int:
     from shardwise.measure.noise import measure_noise
 
     run = read_run(args.run, args.overrides)
-    with told() as tell:
+    with progress_line() as tell:
         found = measure_noise(run, args.steps, args.draws, tell=tell)
     rate, batch = step_law(float(count(run)), float(run.train.steps * run.batch_tokens))
     known = math.isfinite(found.critical_batch) and found.critical_batch > 0

@@ -125,7 +125,7 @@ def execute_memory(args: argparse.Namespace, snapshots: Sequence[Path]) -> int:
         from shardwise.report import html, memory_view
 
         parts = [section for story, other in zip(stories, others, strict=True)
-                 for section in memory_view.sections(told(story), None if other is None else other.owners)]  # fmt: skip
+                 for section in memory_view.sections(as_record(story), None if other is None else other.owners)]  # fmt: skip
         write_file(args.html, html.page(f"Memory of {snapshots[0].name}", parts).encode())
         print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
@@ -142,7 +142,7 @@ def passes(args: argparse.Namespace, story: MemoryStory, other: Beside | None) -
     return story.peak <= sum(other.owners.values()) * (1 + args.fail_above / 100)
 
 
-def told(story: MemoryStory) -> dict[str, Any]:
+def as_record(story: MemoryStory) -> dict[str, Any]:
     """A story as plain data."""
     return as_dict(story) | {"fragmentation": story.fragmentation}
 
@@ -154,7 +154,7 @@ def as_json(stories: Sequence[MemoryStory], others: Sequence[Beside | None]) -> 
         more = (
             {} if other is None else {"against": {"name": other.name, "differences": as_dict(other.differences(story))}}
         )
-        found.append(told(story) | more)
+        found.append(as_record(story) | more)
     return found
 
 
@@ -166,7 +166,7 @@ def show(stories: Sequence[MemoryStory], others: Sequence[Beside | None]) -> Non
 
     console = terminal.Console(highlight=False)
     for story, other in zip(stories, others, strict=True):
-        record = told(story)
+        record = as_record(story)
         console.print(terminal.key_figures(memory_view.figures(record)))
         heads, rows = memory_view.owner_rows(record, None if other is None else other.owners)
         for names, lines in (

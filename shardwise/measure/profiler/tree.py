@@ -22,7 +22,7 @@ class Cost:
 
     parameters: int = 0
     flops: dict[str, float] = field(default_factory=dict)
-    """By pass; `recompute_in_kernels` is what fused attention makes again inside of its backward kernels."""
+    """By pass; `recompute_in_kernels` is what fused attention recomputes inside of its backward kernels."""
     activations: float = 0.0
     """Bytes that autograd saves of one forward pass of the whole module."""
     seconds: dict[str, float] = field(default_factory=dict)

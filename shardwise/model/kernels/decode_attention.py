@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.model.kernels.early import can_launch_early
+from shardwise.model.kernels.dependent_launch import has_dependent_launch
 from shardwise.model.kernels.tiles import DecodeTile, decode_tile
 
 LOG2E = 1.4426950408889634
@@ -201,7 +201,7 @@ def decode_attention(
     _, kv_heads, page, width = keys.shape
     out = qkv.new_empty(sequences, heads * width)
     splits, tile = scratch.splits(sequences), tile or decode_tile(sequences, width, keys.device)
-    early = sequences <= EARLY and qkv.is_cuda and can_launch_early(qkv.device)
+    early = sequences <= EARLY and qkv.is_cuda and has_dependent_launch(qkv.device)
     cos, sin = rope if rope is not None else (qkv, qkv)
     q_norm, k_norm, eps = norms if norms is not None else (qkv, qkv, 0.0)
     _decode[splits, kv_heads, sequences](

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.model.kernels.early import can_launch_early, launch_early
+from shardwise.model.kernels.dependent_launch import has_dependent_launch, launch_dependent
 from shardwise.torch_private import compile_cuda
 
 GROUP = 128
@@ -60,7 +60,7 @@ def int4_rows(
     tiles, blocks = (2, 1) if n > 64 * processors and padded == 1 else (1, 2)
     flags = norm is not None, residual is not None, zero is not None, GATES[gated]
     room = padded * scale.shape[1] * LINE_BYTES
-    early = can_launch_early(x.device)
+    early = has_dependent_launch(x.device)
     kernel = _kernel(padded, tiles, blocks, *map(int, flags), int(early), room, x.device)
     weight, eps = norm if norm is not None else (x, 0.0)
     grid = min(-(-n // (own * tiles)), blocks * processors)
@@ -69,7 +69,7 @@ def int4_rows(
         rows, n, k, x.stride(0), n, eps,
     )  # fmt: skip
     if early:
-        launch_early(kernel, grid, THREADS, arguments, room)
+        launch_dependent(kernel, grid, THREADS, arguments, room)
     else:
         kernel((grid, 1, 1), (THREADS, 1, 1), arguments, room)
     return out

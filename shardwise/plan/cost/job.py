@@ -55,7 +55,7 @@ class Job:
     muon: bool = False
     """Whether the layers' matrices are orthogonalised in every step."""
     logprobs: bool = False
-    """Whether the loss is made of log-probabilities, whose logits are made again in the backward pass."""
+    """Whether the loss is made of log-probabilities, whose logits are recomputed in the backward pass."""
     forward_passes: float = 0.0
     """Forward passes of networks of this size in a step, beside its own: of a frozen reference."""
     imbalance: float = 1.0

@@ -12,10 +12,10 @@ import numpy as np
 
 from shardwise.ledger import Memory
 from shardwise.plan.cost.job import GIB, Job, Number
-from shardwise.plan.cost.kept import within_budget
 from shardwise.plan.cost.operations import chunked_loss, embedding, layer, residual_bytes
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, layer_parameters, stage_parameters, zero_groups
 from shardwise.plan.cost.passes import recomputed_layers, recomputed_share
+from shardwise.plan.cost.rematerialization import within_budget
 from shardwise.run.compression import values_kept
 from shardwise.schedules import cached_schedule, peak_activations, rounds_to_play, versions_kept
 

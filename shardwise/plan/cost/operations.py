@@ -22,10 +22,10 @@ from shardwise.hardware import Collective, alignment, attention_seconds, collect
 from shardwise.plan.cost.flops import keys_seen
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import ByPass, Op, OpList, regroups_tensor, span
-from shardwise.run.packing import GROUP, packed_bytes, packed_words
+from shardwise.run.saved_tensors import GROUP, quantized_bytes, quantized_tensors
 
 PACK, UNPACK = 150.0, 30.0
-"""Bytes read and written for each value that is packed and unpacked, about, as `parallel/packed.py` is written."""
+"""Bytes read and written to quantize and dequantize a value, about, as `parallel/quantized_activations.py` is written."""
 CHUNKED_BYTES = 6.0
 """Moved for each 16-bit logit of a chunked loss besides its GEMMs: read for the sum, read and written as a gradient."""
 
@@ -257,10 +257,10 @@ def _moe(ops: OpList) -> None:
         _feed_forward(ops, m.expert_ffn * m.shared_experts)
 
 
-def packed_values(job: Job, *, routed: bool) -> Number:
+def quantized_values(job: Job, *, routed: bool) -> Number:
     """Values of a layer's saved tensors that are kept in few bits."""
     m = job.model
-    words = packed_words(routed=routed, parallel_block=m.parallel_block, gated=m.gated, activation=m.activation)
+    words = quantized_tensors(routed=routed, parallel_block=m.parallel_block, gated=m.gated, activation=m.activation)
     wide = len(words & {"gate", "up", "function", "inner"})
     return (len(words) - wide) * residual_tokens(job) * m.hidden + wide * job.rows * m.ffn / job.layout.tensor
 
@@ -269,9 +269,11 @@ def layer(job: Job, *, routed: bool) -> OpList:
     """One decoder layer, MoE or dense."""
     ops = OpList(job)
     if job.memory.activation_bits:
-        values = packed_values(job, routed=routed)
-        spared = values * (job.width - packed_bytes(GROUP, job.memory.activation_bits) / GROUP)
-        ops.elementwise("packed", "norm", values * PACK, values * UNPACK, saved=-spared, launches=(30.0, 8.0))
+        values = quantized_values(job, routed=routed)
+        spared = values * (job.width - quantized_bytes(GROUP, job.memory.activation_bits) / GROUP)
+        ops.elementwise(
+            "quantized activations", "norm", values * PACK, values * UNPACK, saved=-spared, launches=(30.0, 8.0)
+        )
     _attention(ops)
     if job.model.has_ffn_norm:
         _norm(ops, residual_tokens(job))
@@ -313,7 +315,7 @@ def head(job: Job) -> OpList:
 
 
 def _once_more(passes: ByPass) -> ByPass:
-    """The passes of a GEMM whose forward is made again: of three GEMMs, four."""
+    """The passes of a GEMM whose forward is recomputed: of three GEMMs, four."""
     forward, to_input, to_weight = passes
     return forward, to_input + sum(passes) / 3.0, to_weight
 

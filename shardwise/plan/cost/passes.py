@@ -14,12 +14,12 @@ import numpy as np
 
 from shardwise.plan.cost.constants import Constants
 from shardwise.plan.cost.job import GIB, Job, Number
-from shardwise.plan.cost.kept import exposed_swap, shares
 from shardwise.plan.cost.operations import embedding, head, layer, residual_bytes
 from shardwise.plan.cost.ops import FORWARD, INPUT, WEIGHT, Op, OpList
 from shardwise.plan.cost.parameters import cast_copies, layer_parameters
+from shardwise.plan.cost.rematerialization import exposed_swap, shares
 
-CATEGORIES = ("matmul", "attention", "memory", "tensor", "context", "expert")
+CATEGORIES = ("matmul", "attention", "memory", "tensor", "context", "expert", "offload")
 FORWARDS, RECOMPUTE, INPUTS, WEIGHTS = range(4)
 SHARPNESS = 4.0
 """How sharply a pass goes over from device-bound to host-bound; on a CPU the host is the device, and the two add up."""
@@ -40,7 +40,7 @@ def recomputed_share(job: Job, op: Op) -> float:
 
 
 def recomputed_shares(job: Job, ops: OpList) -> list[float]:
-    """The same of each op of a layer; where single tensors are made again, in the mean of layers."""
+    """The same of each op of a layer; where single tensors are rematerialized, in the mean of layers."""
     if job.layout.recompute != "optimal" or not any(op.name == "out" for op in ops):
         return [recomputed_share(job, op) for op in ops]
     return shares(job, ops, float(_saved(job, ops)))
@@ -89,7 +89,7 @@ class ModuleCost:
                 launches[RECOMPUTE] = launches[RECOMPUTE] + share * op.launches[FORWARD]
         if recomputes and job.memory.swaps:
             for to, late in zip((FORWARDS, RECOMPUTE), exposed_swap(job, ops, float(_saved(job, ops))), strict=True):
-                seconds[to][CATEGORIES.index("memory")] += late
+                seconds[to][CATEGORIES.index("offload")] += late
         if recomputes and job.layout.recompute in ("full", "budget"):
             launches[RECOMPUTE] = launches[RECOMPUTE] + layers * job.framework.checkpoint_host
         return cls(seconds, launches)
@@ -160,7 +160,7 @@ def passes(job: Job, stage: ModuleCost, constants: Constants) -> Passes:
     launch = constants["launch"] * framework.host * (1.0 - framework.graphed)
     devices, launches = [], [count * launch for count in stage.launches]
     for row in stage.seconds:
-        own = {name: value * constants[name] for name, value in zip(CATEGORIES, row, strict=True)}
+        own = {name: value * constants.get(name, 1.0) for name, value in zip(CATEGORIES, row, strict=True)}
         own["tensor"] = own["tensor"] - np.minimum(framework.tensor_overlap * own["tensor"], own["matmul"])
         if job.layout.context_method == "ring":
             own["context"] = exposed(own["context"], own["attention"], constants)

@@ -214,7 +214,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "chunked": dict(chunked_loss=True),
 }
 MODULES = {
-    # a release's word: our names of the ops that are made again
+    # a release's word: our names of the ops that are recomputed
     "core_attn": ("attention",),
     "layernorm": ("norm",),
     "moe_act": ("activation",),

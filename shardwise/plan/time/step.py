@@ -367,7 +367,7 @@ def placement_of(job: Job, stages: int) -> tuple[int, ...]:
 
 def _parts(one: _Costed, stages: Sequence[int]) -> dict[str, float]:
     """Seconds by category of the passes over some stages, with all microbatches of a step."""
-    names = ("matmul", "attention", "memory", "host", "replicate", "shard", "context", "tensor", "expert")
+    names = ("matmul", "attention", "memory", "host", "replicate", "shard", "context", "tensor", "expert", "offload")
     found, microbatches = dict.fromkeys(names, 0.0), one.prepared.job.microbatches
     for n in stages:
         kind = one.prepared.kinds[n]

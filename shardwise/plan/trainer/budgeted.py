@@ -1,6 +1,6 @@
 """What a rank recomputes to keep within a budget: whole layers, the largest first (`budget`), or of each layer the tensors that
-together take least time to make again for the bytes they spare (`optimal`, `cost/kept.py`). By what the cost model says that a
-layer saves; the trainer asks here too."""
+take least time to recompute for the bytes they spare (`optimal`, `cost/rematerialization.py`). By what the cost model says that
+a layer saves; the trainer asks here too."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.plan.cost.job import GIB, job_of
-from shardwise.plan.cost.kept import WORDS, choices, fewest_seconds, graph, swappable, window
 from shardwise.plan.cost.memory import layer_saved
 from shardwise.plan.cost.operations import layer
 from shardwise.plan.cost.ops import FORWARD
+from shardwise.plan.cost.rematerialization import SAVED, choices, fewest_seconds, graph, swappable, window
 from shardwise.run import Run
-from shardwise.run.packing import ELSEWHERE, packed_words, swapped_words
+from shardwise.run.saved_tensors import ELSEWHERE, quantized_tensors, swappable_tensors
 
 WHOLE, NOTHING = frozenset({"block"}), frozenset[str]()
 
@@ -43,10 +43,10 @@ def recomputed(run: Run, layers: Sequence[int], entering: float) -> Mapping[int,
 
 
 class Beside(NamedTuple):
-    """What a rank makes again, beside whole layers."""
+    """What a rank rematerializes, beside whole layers."""
 
     layers: dict[str, int]
-    """How many layers make a tensor again, or send it elsewhere, by its name."""
+    """How many layers rematerialize a tensor, or send it elsewhere, by its name."""
     seconds: float
     """That this takes for a microbatch."""
     greedy: float
@@ -59,7 +59,7 @@ def beside_greedy(run: Run, layers: Sequence[int], entering: float) -> Beside:
     tensors = {moe: graph(job, routed=moe) for moe in {m.is_moe(n) for n in layers}}
     chosen = recomputed(run, layers, entering)
     greedy = recomputed(replace(run, layout=replace(run.layout, recompute="budget")), layers, entering)
-    named = [f"{place}{word}" for place in ("", ELSEWHERE) for word in WORDS]
+    named = [f"{place}{word}" for place in ("", ELSEWHERE) for word in SAVED]
     ops = {moe: layer(job, routed=moe) for moe in tensors}
     whole = {moe: sum(float(op.seconds[FORWARD]) for op in some if not op.early_stop) for moe, some in ops.items()}
     return Beside(
@@ -87,8 +87,8 @@ def _optimal(run: Run, kinds: tuple[bool, ...]) -> tuple[frozenset[str], ...]:
 def _may_leave(run: Run, moe: bool) -> frozenset[str]:
     """The tensors of a layer that wait elsewhere where all do."""
     m = run.model
-    packed = packed_words(routed=moe, parallel_block=m.parallel_block, gated=m.gated, activation=m.activation)
-    return swapped_words(packed, attention=m.attention, context=run.layout.context)
+    quantized = quantized_tensors(routed=moe, parallel_block=m.parallel_block, gated=m.gated, activation=m.activation)
+    return swappable_tensors(quantized, attention=m.attention, context=run.layout.context)
 
 
 def _saves_all(run: Run) -> Run:

@@ -79,7 +79,7 @@ def _rank_memory(place: PlannedRank, job: Job, estimated: Mapping[str, float], s
         owners["activations"] += min(state.activations_away(place), IN_FLIGHT)
     owners["buffers"] = estimated["buffers"] + same.transposed
     owners = {**estimated, **owners}
-    updating = {name: value for name, value in (owners | same.updating).items() if name != "again"}
+    updating = {name: value for name, value in (owners | same.updating).items() if name != "recompute"}
     owners = _peak(owners, run, same)
     owners = max(owners, updating, key=lambda moment: sum(moment.values()))
     owners["workspace"] = workspace(job, moving(owners))
@@ -105,8 +105,8 @@ def _alike(place: PlannedRank) -> _Alike:
     run, rank = place.run, place.rank
     owners = state.owners(place)
     saved = 1.0 - state.compiled_away(run, rank) if compiles(run, gpu=planned_on_gpu(run)) else 1.0
-    if owners["again"]:
-        owners["again"] += state.passing_gradients(run, rank)
+    if owners["recompute"]:
+        owners["recompute"] += state.passing_gradients(run, rank)
     last, transposed = state.last_gradient(run, rank), state.transposed_gradient(run, rank)
     return _Alike(owners, saved, last, _saved_behind(place), transposed, _updating(owners, place))
 
@@ -115,7 +115,7 @@ def _saved_behind(place: PlannedRank) -> float:
     """Bytes saved by the layers behind the last one that is recomputed."""
     run = place.run
     layers = list(place.layers())
-    recomputed = [number for number, (_, again) in enumerate(layers) if again]
+    recomputed = [number for number, (_, flops) in enumerate(layers) if flops]
     behind = Counter(run.model.is_moe(number) for number, _ in (layers[recomputed[-1] + 1 :] if recomputed else []))
     if not behind:
         return 0.0
@@ -129,7 +129,7 @@ def _peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:
     The loss's tensors are gone when a layer is recomputed, and so is what the layers behind it had saved. In a step of one
     microbatch gradients come only as the activations saved for them go.
     """
-    recomputed = owners.pop("again")
+    recomputed = owners.pop("recompute")
     if run.memory.hosts_optimizer:
         return _hosted_peak(owners, run, same, recomputed)
     if run.accumulation == 1 and run.layout.pipeline == 1:

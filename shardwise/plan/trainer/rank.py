@@ -292,8 +292,8 @@ class PlannedRank:
     @cached_property
     def recomputed(self) -> dict[int, frozenset[str]]:
         """The layers of this rank, each with the parts of it that are recomputed in the backward pass: of `block`, `attention` and
-        `ffn`, or tensors that are made again (`cost/kept.py`). Every n-th counts within a stage, as in the trainer; a budget is the
-        rank's, of all its stages together."""
+        `ffn`, or single tensors (`cost/rematerialization.py`). Every n-th counts within a stage, as in the trainer; a budget is
+        the rank's, of all its stages together."""
         lay = self.run.layout
         budgeted = recomputed(*self.of_budget)
         parts = {

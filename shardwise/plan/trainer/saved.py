@@ -1,7 +1,7 @@
 """What a stage of this project's trainer saves in the forward pass of a microbatch for the backward pass, tensor by tensor.
 
 The rule is PyTorch's: an operation saves those of its inputs and results that its gradient needs, a tensor that several operations
-save counts once, and a part that is recomputed, or a tensor that is made again, saves its inputs instead. What the modules
+save counts once, and a part that is recomputed, or a rematerialized tensor, saves its inputs instead. What the modules
 of `model/` save, for n rows; w is the width of the arithmetic, W that of high precision (w, or 4 bytes):
 
     linear       its input, gathered over the tensor ranks where it is; and the cast copy of its weight, where parameters are
@@ -49,7 +49,7 @@ from shardwise.plan.trainer.saved_experts import moe
 from shardwise.plan.trainer.saved_layers import INDEX, attention, feed_forward, gathered, linear, norm
 from shardwise.plan.trainer.tape import Tape
 from shardwise.run.derive import uses_varlen_attention
-from shardwise.run.packing import packed_words
+from shardwise.run.saved_tensors import quantized_tensors
 
 Rows = Mapping[int, tuple[int, int]]
 """By MoE layer: rows that a rank has for the experts in a microbatch, and rows that reach the experts it holds."""
@@ -78,20 +78,20 @@ def block(tape: Tape, x: str, layer: int, rows: Rows | None) -> str:
     tokens = planned.local_tokens
     tape.parameters = planned.layer_table(m.is_moe(layer))
     if planned.run.memory.activation_bits:
-        tape.packed = packed_words(
+        tape.few_bits = quantized_tensors(
             routed=m.is_moe(layer), parallel_block=m.parallel_block, gated=m.gated, activation=m.activation
         )
     with tape.part("block", x):
         normed = norm(tape, x, "attention_norm", tokens)
-        tape.again("attention_norm", normed, x)
+        tape.rematerialized("attention_norm", normed, x)
         attended = attention(tape, gathered(tape, normed, "attention input"))
         if m.parallel_block and m.has_ffn_norm:
             normed = norm(tape, x, "ffn_norm", tokens)
         elif m.has_ffn_norm:
             middle = tape.make("middle", tokens * m.hidden)
-            tape.again("middle", middle, x, attended)
+            tape.rematerialized("middle", middle, x, attended)
             normed = norm(tape, middle, "ffn_norm", tokens)
-            tape.again("ffn_norm", normed, middle)
+            tape.rematerialized("ffn_norm", normed, middle)
         if m.is_moe(layer):
             with tape.part("ffn", normed):
                 moe(tape, normed, rows[layer] if rows else None)
@@ -198,7 +198,7 @@ def loss(tape: Tape, x: str) -> None:
         tape.save_new("gradient of scores", planned.local_tokens, high)
         tape.save_new("loss", 1, high)
         return
-    if planned.objective.logprobs:  # the logits are made again of the head's input
+    if planned.objective.logprobs:  # the logits are recomputed from the head's input
         tape.save(gathered(tape, normed, "head input"))
         tape.save_new("log-sum-exp and the gradient of log-probabilities", (1 + planned.targets) * planned.tokens, high)
         if planned.objective.teacher:

@@ -127,7 +127,7 @@ def _grouped(tape: Tape, x: str) -> Heads:
         projected.append(made)
     v = linear(tape, x, "attention.v")
     for head in (*projected, v):
-        tape.again("heads", head, x)
+        tape.rematerialized("heads", head, x)
     lay, train = tape.planned.run.layout, tape.planned.run.train
     gathers = tape.planned.size("context") > 1 and lay.context_method == "gather" and train.fp8 != "tensorwise"
     if gathers and keys == 1 and (m.qk_norm or m.position == "rotary"):
@@ -181,7 +181,7 @@ def core(tape: Tape, heads: Heads) -> str:
 def fused_attention(tape: Tape, heads: Heads, out: str, queries: int, keys: int) -> str:
     """One call of PyTorch's attention over so many tokens of each row; gives the name of its output."""
     m, batch, high = tape.planned.run.model, tape.planned.run.train.microbatch, tape.planned.high_width
-    tape.again("attended", out, heads.q, heads.k, heads.v)
+    tape.rematerialized("attended", out, heads.q, heads.k, heads.v)
     if _composes(tape, heads):
         _composed_attention(tape, heads, queries, keys)
         return out
@@ -227,16 +227,16 @@ def feed_forward(tape: Tape, x: str, name: str) -> None:
     inner = tape.make(f"{name} inner", numel)
     if m.gated:
         gate, up = linear(tape, x, f"{name}.gate", edge=True), linear(tape, x, f"{name}.up")
-        tape.again("gate", gate, x)
-        tape.again("up", up, x)
+        tape.rematerialized("gate", gate, x)
+        tape.rematerialized("up", up, x)
         function = tape.make(f"{name} function", numel)
-        tape.again("function", function, gate)
-        tape.again("inner", inner, function, up)
+        tape.rematerialized("function", function, gate)
+        tape.rematerialized("inner", inner, function, up)
         tape.save(gate, up, function)
     else:
         up = linear(tape, x, f"{name}.up", edge=True)
-        tape.again("up", up, x)
-        tape.again("inner", inner, up)
+        tape.rematerialized("up", up, x)
+        tape.rematerialized("inner", inner, up)
         if m.activation == "gelu":
             tape.save(up)
         elif m.activation == "relu2":

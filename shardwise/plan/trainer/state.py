@@ -79,14 +79,14 @@ def alike(planned: PlannedRank) -> tuple[object, ...]:
 
 
 def owners(planned: PlannedRank) -> dict[str, float]:
-    """Peak bytes of a rank by owner, without the activations, of those owners that these formulas know; and `again`, what the layer
-    that is being recomputed holds for a moment."""
+    """Peak bytes of a rank by owner, without the activations, of those owners that these formulas know; and `recompute`, what the
+    layer that is being recomputed holds for a moment."""
     run, rank = planned.run, planned.rank
     own = state_bytes(run, rank) | dict(
         gradients=peak_gradients(run, rank),
         gathered=gathered(run, rank) + made_for_gemms(planned),
         logits=_logits(planned) if planned.stages[-1].last else 0,
-        again=max(stage.recomputed for stage in _saved(planned).values()),
+        recompute=max(stage.recomputed for stage in _saved(planned).values()),
     )
     return {owner: float(size) for owner, size in own.items()}
 

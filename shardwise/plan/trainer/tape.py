@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
-from shardwise.run.packing import ELSEWHERE, packed_bytes
+from shardwise.run.saved_tensors import ELSEWHERE, quantized_bytes
 
 
 @dataclass
@@ -29,11 +29,11 @@ class Tape:
     shards: dict[str, str] = field(default_factory=dict)
     """Of sequences gathered from tensor ranks, what is saved in their place (`parallel/saving.py`)."""
     made: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of tensors that are made again in the backward pass, what of (`parallel/made_again.py`)."""
+    """Of rematerialized tensors, their inputs (`parallel/rematerialize.py`)."""
     away: dict[str, int | Fraction] = field(default_factory=dict)
-    """Bytes of tensors that wait elsewhere than on the device (`parallel/swapped.py`), if they are saved."""
-    packed: frozenset[str] = frozenset()
-    """Tensors of the present layer that are kept in few bits (`parallel/packed.py`)."""
+    """Bytes of tensors that wait elsewhere than on the device (`parallel/swap.py`), if they are saved."""
+    few_bits: frozenset[str] = frozenset()
+    """Tensors of the present layer that are kept in few bits (`parallel/quantized_activations.py`)."""
     prefix: str = ""
     discarding: bool = False
 
@@ -72,16 +72,16 @@ class Tape:
                 else:
                     self.saved.add(name)
 
-    def again(self, word: str, name: str, *inputs: str) -> None:
-        """A tensor that may be made again of others, wait elsewhere, or be packed."""
+    def rematerialized(self, word: str, name: str, *inputs: str) -> None:
+        """A tensor that may be rematerialized from others, wait elsewhere, or be quantized."""
         if word in self.recomputed:
             self.made[name] = inputs
         elif f"{ELSEWHERE}{word}" in self.recomputed:
             self.away[name] = self.sizes[name]
             self.sizes[name] = 0
-        elif word in self.packed:
+        elif word in self.few_bits:
             numel = int(self.sizes[name] // self.planned.width)
-            self.sizes[name] = packed_bytes(numel, self.planned.run.memory.activation_bits)
+            self.sizes[name] = quantized_bytes(numel, self.planned.run.memory.activation_bits)
 
     def save_new(self, name: str, numel: int | Fraction, width: int = 0) -> None:
         """Save a tensor that nothing else uses."""

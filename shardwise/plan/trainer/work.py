@@ -65,7 +65,7 @@ def work(run: Run, rank: int | None = None) -> Work:
         passes = flops.setdefault(gemm.part, dict.fromkeys(PASSES, 0.0))
         total = times * run.accumulation * gemm.flops
         passes["forward"] += planned.objective.forward_only * total
-        if gemm.part == "head" and planned.objective.logprobs:  # made again in the backward pass
+        if gemm.part == "head" and planned.objective.logprobs:  # recomputed in the backward pass
             passes["recompute"] += total
         elif gemm.part == "head" and planned.chunked:  # its gradients are made in the forward pass
             passes["forward"] += (3 if gemm.learns else 2) * total

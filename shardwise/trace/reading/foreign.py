@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.trace.reading.told import Told
+from shardwise.trace.reading.foreign_rank import ForeignRank
 
 
 class Translated(NamedTuple):
@@ -26,7 +26,7 @@ def translate(paths: Sequence[Path], folder: Path) -> Translated:
     """Write foreign profiles among these paths, and in folders among them, to a folder, as PyTorch would have."""
     from shardwise.trace.reading import nsys, xla
 
-    readers: tuple[tuple[Callable[[Path], bool], Callable[[Path], list[Told]], str], ...] = (
+    readers: tuple[tuple[Callable[[Path], bool], Callable[[Path], list[ForeignRank]], str], ...] = (
         (nsys.is_report, nsys.ranks, nsys.LACKS),
         (xla.is_profile, xla.ranks, xla.LACKS),
     )
@@ -49,24 +49,24 @@ def translate(paths: Sequence[Path], folder: Path) -> Translated:
             if path.is_dir() and p.name.endswith((".json", ".json.gz")) and not xla.is_profile(p) and p not in others
         ]
         for one, read, lacks in foreign:
-            for told in read(one):
-                rank = f"rank-{told.rank:05d}" if told.rank is not None else one.name.replace(".", "-")
+            for found in read(one):
+                rank = f"rank-{found.rank:05d}" if found.rank is not None else one.name.replace(".", "-")
                 target = folder / f"{number}-{len(origins)}" / f"{rank}.json"
                 target.parent.mkdir()
-                _write(target, told)
+                _write(target, found)
                 kept.append(target)
                 origins[str(target)] = str(one)
             notes.append(f"{one}: {lacks}")
     return Translated(kept, origins, notes)
 
 
-def _write(target: Path, told: Told) -> None:
+def _write(target: Path, found: ForeignRank) -> None:
     """As Kineto writes it: microseconds with three digits, one event a line."""
     with target.open("w", encoding="utf-8") as file:
-        info = {"distributedInfo": {"rank": told.rank}} if told.rank is not None else {}
-        head = {"schemaVersion": 1, "deviceProperties": told.devices, **info}
+        info = {"distributedInfo": {"rank": found.rank}} if found.rank is not None else {}
+        head = {"schemaVersion": 1, "deviceProperties": found.devices, **info}
         file.write(json.dumps(head)[:-1] + ', "traceEvents": [')
-        for number, span in enumerate(told.spans):
+        for number, span in enumerate(found.spans):
             length = max(span.end - span.start, 0)
             event = (
                 f'{{"ph": "X", "cat": "{span.category}", "name": {json.dumps(span.name)}, "pid": {span.process}, '

@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from shardwise.trace.reading.told import SQLITE, Span, Told, refused
+from shardwise.trace.reading.foreign_rank import SQLITE, ForeignRank, Span, refused
 
 LACKS = (
     "Nsight Systems records no shapes, sizes of messages or process groups: "
@@ -39,7 +39,7 @@ def is_report(path: Path) -> bool:
     return True
 
 
-def ranks(path: Path) -> list[Told]:
+def ranks(path: Path) -> list[ForeignRank]:
     """The processes of a report that used a device, by the first device of each."""
     try:
         with closing(_open(path)) as base:
@@ -65,7 +65,7 @@ def ranks(path: Path) -> list[Told]:
         raise refused(path, "holds nothing that ran on a device")
     order = sorted(spans, key=lambda process: (first[process], process))
     one = len(order) == 1
-    return [Told(iter(spans[process]), devices, None if one else rank) for rank, process in enumerate(order)]
+    return [ForeignRank(iter(spans[process]), devices, None if one else rank) for rank, process in enumerate(order)]
 
 
 def _open(path: Path) -> sqlite3.Connection:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.trace.reading.told import Span, Told, refused
+from shardwise.trace.reading.foreign_rank import ForeignRank, Span, refused
 
 LACKS = (
     "XLA records no shapes, sizes of messages or links between launches and kernels: "
@@ -52,7 +52,7 @@ def is_profile(path: Path) -> bool:
     return b"schemaVersion" not in begin and (b"highres-ticks" in begin or b"/device:" in begin)
 
 
-def ranks(path: Path) -> list[Told]:
+def ranks(path: Path) -> list[ForeignRank]:
     """The devices of a profile."""
     try:
         planes = _from_planes(path) if path.name.endswith(PLANE) else _from_trace(path)
@@ -69,7 +69,7 @@ def ranks(path: Path) -> list[Told]:
     if not found:
         raise refused(path, "is a profile of XLA without a device: JAX on a CPU records none")
     one = len(found) == 1
-    return [Told(iter(spans), [{"id": number, "name": name}], None if one else rank)
+    return [ForeignRank(iter(spans), [{"id": number, "name": name}], None if one else rank)
             for rank, (number, name, spans) in enumerate(found)]  # fmt: skip
 
 

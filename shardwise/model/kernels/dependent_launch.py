@@ -33,7 +33,7 @@ class _Config(ctypes.Structure):
 
 
 @cache
-def can_launch_early(device: torch.device) -> bool:
+def has_dependent_launch(device: torch.device) -> bool:
     """Whether the device's kernels may begin before those before them have ended, and the driver takes such launches."""
     return (
         torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0) and hasattr(_driver(), "cuLaunchKernelEx")
@@ -48,7 +48,9 @@ def _driver() -> Any:
         return None
 
 
-def launch_early(kernel: Any, grid: int, block: int, arguments: Sequence[Tensor | int | float], shared: int) -> None:
+def launch_dependent(
+    kernel: Any, grid: int, block: int, arguments: Sequence[Tensor | int | float], shared: int
+) -> None:
     """Launch a kernel on this stream, to begin as soon as there is room."""
     values = [_value(argument) for argument in arguments]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))

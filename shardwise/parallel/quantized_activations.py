@@ -3,7 +3,7 @@ rounded up or down at random so that the mean is right.
 
 A tensor is padded to whole groups, each with its least value and its step in float32. What decides the rounding is no state that a
 checkpoint would have to hold, but a hash of a value's bits and its place: the same tensor is always rounded alike. Bytes:
-`run/packing.py`.
+`run/saved_tensors.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardwise.run.packing import GROUP, groups_of
+from shardwise.run.saved_tensors import GROUP, groups_of
 
 AT_ONCE = 2**22
-"""Values that are packed or unpacked at a time, so that what this needs for a moment stays small; a multiple of a group."""
+"""Values that are quantized or dequantized at a time, so that what this needs for a moment stays small; a multiple of a group."""
 
 
 def noise(x: Tensor, first: int) -> Tensor:
@@ -33,7 +33,7 @@ def noise(x: Tensor, first: int) -> Tensor:
     return (mixed >> 8).to(torch.float32).mul_(2.0**-24)
 
 
-def pack(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Codes and the groups' least values and steps, of a flat tensor."""
     codes = torch.empty(groups_of(x.numel()) * GROUP * bits // 8, dtype=torch.uint8, device=x.device)
     ranges = torch.empty(groups_of(x.numel()), 2, dtype=torch.float32, device=x.device)
@@ -56,8 +56,8 @@ def pack(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return codes, ranges
 
 
-def unpack(codes: Tensor, ranges: Tensor, *, bits: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """The flat tensor that was packed, about."""
+def dequantize(codes: Tensor, ranges: Tensor, *, bits: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """The flat tensor that was quantized, about."""
     out, each = torch.empty(numel, dtype=dtype, device=codes.device), 8 // bits
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     for first in range(0, numel, AT_ONCE):
@@ -70,10 +70,10 @@ def unpack(codes: Tensor, ranges: Tensor, *, bits: int, numel: int, dtype: torch
     return out
 
 
-def packed_in(bits: int) -> Callable[[Tensor], tuple[tuple[Tensor, ...], Callable[..., Tensor]]]:
+def quantized_in(bits: int) -> Callable[[Tensor], tuple[tuple[Tensor, ...], Callable[..., Tensor]]]:
     """A form for `saving.py`: flat tensors are kept in so many bits."""
 
     def form(x: Tensor) -> tuple[tuple[Tensor, ...], Callable[..., Tensor]]:
-        return pack(x, bits), partial(unpack, bits=bits, numel=x.numel(), dtype=x.dtype)
+        return quantize(x, bits), partial(dequantize, bits=bits, numel=x.numel(), dtype=x.dtype)
 
     return form

@@ -1,4 +1,4 @@
-"""Tensors that are made again in the backward pass: the same bits as saved ones, and the bytes and FLOPs of the plan."""
+"""Tensors that are recomputed in the backward pass: the same bits as saved ones, and the bytes and FLOPs of the plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from shardwise.measure.verify import TOLERANCE, verify_rank
 from shardwise.plan.cost.job import job_of
-from shardwise.plan.cost.kept import WORDS, Choice, choices, fewest_seconds, graph
+from shardwise.plan.cost.rematerialization import SAVED, Choice, choices, fewest_seconds, graph
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run import Run
 from shardwise.train.step import TrainState
@@ -60,7 +60,7 @@ def test_a_budget_between_is_kept_with_some_of_them() -> None:
     whole = PlannedRank(run_of(PLAIN, 1e-3, dtype="float32"), 0).recomputed
     assert not any(whole.values())
     least = PlannedRank(run_of(PLAIN, NOTHING, dtype="float32"), 0).recomputed
-    assert set(least[0]) == set(WORDS)
+    assert set(least[0]) == set(SAVED)
     between = run_of(PLAIN, 4e-4, dtype="float32")
     chosen = PlannedRank(between, 0).recomputed
     assert 0 < sum(map(len, chosen.values())) < sum(map(len, least.values()))
@@ -87,9 +87,9 @@ def test_no_other_assignment_is_faster() -> None:
 
 def test_the_choices_of_a_layer_are_those_that_no_set_beats() -> None:
     tensors = graph(job_of(run_of(PLAIN, 0.0)), routed=False)
-    assert set(tensors) == set(WORDS)
+    assert set(tensors) == set(SAVED)
     best = choices(tensors)
-    for word in WORDS:  # one more or one less of any set is a set too
+    for word in SAVED:  # one more or one less of any set is a set too
         for choice in best:
             other = choice.dropped ^ {word}
             spared, seconds = (sum(getattr(tensors[w], name) for w in other) for name in ("size", "seconds"))

@@ -1,8 +1,8 @@
-"""Tensors of a layer that are made again in the backward pass instead of saved, each by its own operation (`layout.recompute =
-optimal`; which ones, `plan/cost/kept.py` decides), or that are kept in another form (`memory.activation_bits`).
+"""Tensors of a layer that are recomputed in the backward pass instead of saved, each by its own operation (`layout.recompute =
+optimal`; which ones, `plan/cost/rematerialization.py` decides), or that are kept in another form (`memory.activation_bits`).
 
 The modules of a layer are wrapped so that what they give is known to `saving.py` with what it was made of. Nothing else changes:
-autograd records the same operations, and what is made again has the same bits.
+autograd records the same operations, and what is recomputed has the same bits.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def keep_in_form(block: Block, words: Iterable[str], form: Form) -> None:
             return forward(x)
 
         _wrapped(block.ffn_norm, noting)
-    make_again(block, words - {"middle"}, instead)
+    rematerialize(block, words - {"middle"}, instead)
 
 
-def make_again(block: Block, words: Iterable[str], note: Note = note) -> None:
-    """Let these tensors of a layer be made again, or noted otherwise."""
+def rematerialize(block: Block, words: Iterable[str], note: Note = note) -> None:
+    """Let these tensors of a layer be recomputed, or noted otherwise."""
     words = frozenset(words)
     if "attention_norm" in words:
         _note_output(block.attention_norm, note)
@@ -105,7 +105,7 @@ def _noting(function: Callable[[Tensor], Tensor], note: Note) -> Callable[[Tenso
 
 
 class _Attention:
-    """What of a layer's attention is made again; during a forward pass, what that is made of."""
+    """What of a layer's attention is recomputed; during a forward pass, what that is made of."""
 
     def __init__(self, block: Block, attention: GroupedAttention, words: frozenset[str], note: Note) -> None:
         self.block, self.attention, self.words, self.note = block, attention, words, note

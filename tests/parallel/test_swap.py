@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise.measure.verify import TOLERANCE, verify_dry, verify_rank
-from shardwise.plan.cost.kept import Tensor, Window, choices
+from shardwise.plan.cost.rematerialization import Tensor, Window, choices
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run import Run
 from shardwise.train.step import TrainState

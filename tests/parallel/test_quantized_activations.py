@@ -12,9 +12,9 @@ import torch
 from parallel_pool import RankPool
 
 from shardwise.measure.verify import TOLERANCE, verify_rank
-from shardwise.parallel import packed
+from shardwise.parallel import quantized_activations
 from shardwise.run import Run
-from shardwise.run.packing import GROUP, packed_bytes
+from shardwise.run.saved_tensors import GROUP, quantized_bytes
 from shardwise.train.step import TrainState
 
 OTHERS: list[tuple[str, dict[str, Any], str]] = [
@@ -22,7 +22,7 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("parallel", {}, "float64"),
     ("mixture", {}, "float32"),
 ]
-LARGE = pytest.mark.large("other models, dtypes and tensor ranks; the small tier has every packed tensor")
+LARGE = pytest.mark.large("other models, dtypes and tensor ranks; the small tier has every quantized tensor")
 MASK = np.uint64(0xFFFFFFFF)
 
 
@@ -55,26 +55,29 @@ def test_it_is_what_numpy_makes_of_it(bits: int) -> None:
     generator = np.random.default_rng(bits)
     for size in (1, 255, 256, 1000, 5000):
         x = (generator.standard_normal(size) * 10.0 ** generator.integers(-3, 2, size)).astype(np.float32)
-        codes, ranges = packed.pack(torch.from_numpy(x), bits)
-        assert codes.nbytes + ranges.nbytes == packed_bytes(size, bits)
-        back = packed.unpack(codes, ranges, bits=bits, numel=size, dtype=torch.float32)
+        codes, ranges = quantized_activations.quantize(torch.from_numpy(x), bits)
+        assert codes.nbytes + ranges.nbytes == quantized_bytes(size, bits)
+        back = quantized_activations.dequantize(codes, ranges, bits=bits, numel=size, dtype=torch.float32)
         np.testing.assert_array_equal(back.numpy(), reference(x, bits))
 
 
-def test_pieces_are_packed_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_quantized_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3000, generator=torch.Generator().manual_seed(0))
-    whole = packed.pack(x, 4)
-    monkeypatch.setattr(packed, "AT_ONCE", 512)
-    for one, other in zip(whole, packed.pack(x, 4), strict=True):
+    whole = quantized_activations.quantize(x, 4)
+    monkeypatch.setattr(quantized_activations, "AT_ONCE", 512)
+    for one, other in zip(whole, quantized_activations.quantize(x, 4), strict=True):
         assert torch.equal(one, other)
     assert torch.equal(
-        packed.unpack(*whole, bits=4, numel=3000, dtype=torch.float32), torch.from_numpy(reference(x.numpy(), 4))
+        quantized_activations.dequantize(*whole, bits=4, numel=3000, dtype=torch.float32),
+        torch.from_numpy(reference(x.numpy(), 4)),
     )
 
 
 def test_its_mean_is_right_and_its_error_small() -> None:
     x = torch.rand(2**18, generator=torch.Generator().manual_seed(1))
-    back = packed.unpack(*packed.pack(x, 2), bits=2, numel=x.numel(), dtype=torch.float32)
+    back = quantized_activations.dequantize(
+        *quantized_activations.quantize(x, 2), bits=2, numel=x.numel(), dtype=torch.float32
+    )
     error = back - x
     assert error.abs().max() <= 1 / 3 + 1e-6
     assert error.mean().abs() < 4 * error.std() / x.numel() ** 0.5  # four deviations of a mean of independent ones

@@ -1,7 +1,7 @@
-"""Which tensors of a layer are kept for the backward pass, and which are made again there: Checkmate's question (Jain et al. 2020),
+"""Which tensors of a layer are kept for the backward pass, and which are recomputed there: Checkmate's question (Jain et al. 2020),
 for one layer's small graph.
 
-Every tensor that a layer's backward pass reads is either kept, or dropped and made again from those before it, once. Keeping costs
+Every tensor that a layer's backward pass reads is either kept, or dropped and recomputed from those before it, once. Keeping costs
 its bytes, making it again the seconds of its operation:
 
     x -> attention norm -> heads -> attended -> middle -> ffn norm -> gate, up -> function -> inner
@@ -27,10 +27,10 @@ from shardwise.plan.cost.host import link_of
 from shardwise.plan.cost.job import GIB, Job, Number
 from shardwise.plan.cost.operations import layer, residual_bytes
 from shardwise.plan.cost.ops import FORWARD, OpList
-from shardwise.run.packing import ELSEWHERE
+from shardwise.run.saved_tensors import ELSEWHERE
 
-WORDS = ("attention_norm", "heads", "attended", "middle", "ffn_norm", "gate", "up", "function", "inner")
-"""Tensors of a layer that can be made again, in their order."""
+SAVED = ("attention_norm", "heads", "attended", "middle", "ffn_norm", "gate", "up", "function", "inner")
+"""Tensors of a layer that can be rematerialized, in their order."""
 ROUNDS = 90
 """Halvings of the interval that the Lagrangian's multiplier is searched in."""
 
@@ -59,8 +59,8 @@ class Choice(NamedTuple):
 
 
 def graph(job: Job, *, routed: bool) -> dict[str, Tensor]:
-    """The tensors of a layer that can be made again, by name. Where ranks cut the sequence or the matrices, only those that need
-    no other rank; of an MoE layer those before its experts."""
+    """The tensors of a layer that can be rematerialized, by name. Where ranks cut the sequence or the matrices, only those that
+    need no other rank; of an MoE layer those before its experts."""
     m, lay, ops = job.model, job.layout, layer(job, routed=routed)
     places: dict[str, list[int]] = {}
     for place, op in enumerate(ops):
@@ -254,7 +254,7 @@ def _is_routed(ops: OpList) -> bool:
 
 
 def shares(job: Job, ops: OpList, saved: float) -> list[float]:
-    """Of each operation of such a layer, the share that is made again, in the mean."""
+    """Of each operation of such a layer, the share that is recomputed, in the mean."""
     found, taken = [0.0] * len(ops), within_budget(job, ops, saved)
     tensors = graph(job, routed=_is_routed(ops))
     for choice in taken:

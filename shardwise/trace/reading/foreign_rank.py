@@ -24,7 +24,7 @@ class Span(NamedTuple):
     arguments: dict[str, Any]
 
 
-class Told(NamedTuple):
+class ForeignRank(NamedTuple):
     """A rank of a foreign profile."""
 
     spans: Iterator[Span]
