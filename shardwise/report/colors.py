@@ -26,7 +26,7 @@ CATEGORY = {
     "memory": "#7193af",
     "host": "#84561c",
     **AXIS,
-    "offload": "#5a0c18",
+    "offload": "#773322",
     "bubble": "#c1bbb6",
     "optimizer": OPTIMIZER,
     "data": "#a89c50",
