@@ -79,7 +79,7 @@ def engine_step(sequences: int, logprobs: int | None, steps: int = 40) -> float:
     from shardwise.model import Transformer
     from shardwise.run import ModelConfig
     from shardwise.run.derive import derive_model
-    from shardwise.run.serve_config import ServeConfig
+    from shardwise.run.sections.serve import ServeConfig
     from shardwise.serve.engine import Engine
     from shardwise.serve.request import Request, Sampling
     from shardwise.serve.runner import Recorded, Runner

@@ -10,7 +10,7 @@ import argparse
 
 import torch
 
-from shardwise.measure.tune_attention import tune_attention
+from shardwise.measure.bench.tune_attention import tune_attention
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

@@ -24,7 +24,7 @@ from shardwise.measure.stand_in import stand_in_collectives
 from shardwise.model.attention import MaskBuilder
 from shardwise.parallel.context import METHODS, ContextMaskBuilder, UlyssesAttention
 from shardwise.parallel.mesh import Mesh
-from shardwise.run.layout_config import LayoutConfig
+from shardwise.run.sections.layout import LayoutConfig
 
 REQUIRED = 0.85
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -29,10 +29,10 @@ from shapes import need_gpu
 from steps import measure
 from torch import Tensor, nn
 
-from shardwise.measure.bench_kernels import Stopwatch
-from shardwise.model import moe
+from shardwise.measure.bench.kernels import Stopwatch
 from shardwise.model.layers import FeedForward
-from shardwise.model.moe_ops import (
+from shardwise.model.moe import layer as moe
+from shardwise.model.moe.ops import (
     combine,
     combine_weighted,
     combine_weighted_backward,

@@ -47,7 +47,7 @@ def serve(run: Any) -> None:
     """Our server, with random weights, until it is told to end."""
     import asyncio
 
-    from shardwise.measure.random_server import serve_engine
+    from shardwise.measure.bench.random_server import serve_engine
     from shardwise.measure.serve_load import ready_engine
     from shardwise.serve.event_loop import run_in_loop
 

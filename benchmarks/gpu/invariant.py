@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.measure.serve_load import random_model
-from shardwise.model.invariant import make_invariant
+from shardwise.model.invariant.network import make_invariant
 from shardwise.run import read_run
 from shardwise.serve.runner import Row, Runner
 

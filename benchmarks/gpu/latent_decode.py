@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from decode_gemms import microseconds
 
-from shardwise.model.kernels.latent_attention import Tile, latent_attention, latent_scratch, tile_of
-from shardwise.model.kernels.paged_attention import paged_attention, tiles_of
-from shardwise.model.kernels.tiles import prompt_tile
+from shardwise.model.kernels.attention.latent import Tile, latent_attention, latent_scratch, tile_of
+from shardwise.model.kernels.attention.paged import paged_attention, tiles_of
+from shardwise.model.kernels.attention.tiles import prompt_tile
 from shardwise.model.paged import PagedBatch, paged_attention_reference
 
 RANK, ROPE, PAGE = 512, 64, 64

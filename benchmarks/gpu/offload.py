@@ -107,8 +107,8 @@ def measured_link() -> dict[str, float]:
     """GB/s of the link and of the host's updates."""
     import torch
 
-    from shardwise.measure.bench import empty_profile
-    from shardwise.measure.bench_host import with_host
+    from shardwise.measure.bench.host import with_host
+    from shardwise.measure.bench.machine import empty_profile
 
     device = torch.device("cuda")
     profile = asdict(with_host(device, empty_profile(device), 8.0))

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from shardwise.run import Run, run_from_dict
-from shardwise.run.layout_config import LayoutConfig
+from shardwise.run.sections.layout import LayoutConfig
 
 SHAPES: dict[str, dict[str, int]] = {
     "0.4B": dict(layers=16, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=128256),

@@ -60,7 +60,7 @@ def steps(words: Sequence[str], draft: str, counts: Sequence[int]) -> list[dict[
     """Milliseconds from the host's first to its last word of a step, and of the device alone."""
     import torch
 
-    from shardwise.measure.bench_serving import DeviceWatch
+    from shardwise.measure.bench.serving import DeviceWatch
     from shardwise.serve.runner import Row, Runner
 
     most = max(counts)

@@ -16,10 +16,10 @@ from shardwise.checkpoint.folder import checkpoint_folder
 from shardwise.checkpoint.format import MANIFEST, RUN_FILE, read_manifest
 from shardwise.checkpoint.reader import Reader
 from shardwise.model.adapters import row_lengths
-from shardwise.model.nf4 import dequantize_reference, quantize
+from shardwise.model.quantized.nf4 import dequantize_reference, quantize
 from shardwise.run import Problem, Run, UserError, read_run
-from shardwise.run.adapter_config import NF4_BLOCK
 from shardwise.run.parameters import HEAD, factors_of, find_parameter, last_parameters, layer_parameters, magnitude_of
+from shardwise.run.sections.adapter import NF4_BLOCK
 
 BASE = "base"
 """Of a checkpoint's counters: where the base lies, and what it holds."""

@@ -17,7 +17,7 @@ from shardwise.checkpoint.folder import LOCK, FolderLock, complete, is_checkpoin
 from shardwise.checkpoint.format import RUN_FILE, OtherFormat, check_file, read_manifest
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Problem, Run, UserError, read_run, to_dict
-from shardwise.run.objective_config import ObjectiveConfig
+from shardwise.run.sections.objective import ObjectiveConfig
 
 # Which samples a step sees follows from these and the step's number; which data sets they name, from their fingerprint.
 _FIXED = {

@@ -35,7 +35,7 @@ from shardwise.checkpoint.versions import load_versions
 from shardwise.checkpoint.weights import begins_anew, open_weights
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.model.adapters import row_lengths
-from shardwise.model.nf4 import Quantizer
+from shardwise.model.quantized.nf4 import Quantizer
 from shardwise.parallel.apply import Parallel
 from shardwise.parallel.local_parameter import local, local_box, local_slice
 from shardwise.parallel.mesh import Mesh

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from shardwise.hardware import Profile
-    from shardwise.measure.bench import Progress
+    from shardwise.measure.bench.machine import Progress
     from shardwise.train.environment import RankEnvironment
 
 HELP = """Measure this machine: GEMMs, attention, copies, the host overhead of a training step and, with --ranks, collectives;
@@ -71,7 +71,7 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     profile = _kernels(args) if args.only != "collectives" else None
     if (args.ranks or 1) > 1:
-        from shardwise.measure.bench import empty_profile
+        from shardwise.measure.bench.machine import empty_profile
 
         profile = replace(profile or empty_profile(_device(args)), collective=_collectives(args))
     assert profile is not None
@@ -140,14 +140,14 @@ def _device(args: argparse.Namespace) -> Any:
 
 
 def _kernels(args: argparse.Namespace) -> Profile:
-    from shardwise.measure.bench import measure_kernels
+    from shardwise.measure.bench.machine import measure_kernels
 
     with _progress() as progress:
         return measure_kernels(_device(args), args.seconds, args.quick, progress)
 
 
 def _serving(args: argparse.Namespace) -> Profile:
-    from shardwise.measure.bench_serving import measure_serving
+    from shardwise.measure.bench.serving import measure_serving
 
     with _progress() as progress:
         return measure_serving(_device(args), args.seconds, progress)
@@ -170,8 +170,8 @@ def _collectives(args: argparse.Namespace) -> tuple[dict[str, Any], ...]:
 
 def _as_rank(args: argparse.Namespace, environment: RankEnvironment) -> int:
     """One of the ranks that torchrun, Slurm or this command started; the first measures the kernels, writes and prints."""
-    from shardwise.measure.bench import empty_profile
-    from shardwise.measure.bench_collectives import collective_points
+    from shardwise.measure.bench.collectives import collective_points
+    from shardwise.measure.bench.machine import empty_profile
     from shardwise.train import launch
 
     first = environment.rank == 0

@@ -18,7 +18,7 @@ from shardwise.data.scores import Scores, opened
 from shardwise.data.shards import TokenSet
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run import Problem, Run, UserError
-from shardwise.run.objective_config import FACTS, targets_of
+from shardwise.run.sections.objective import FACTS, targets_of
 
 
 @dataclass(frozen=True)

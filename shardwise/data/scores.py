@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from shardwise.data.shards import DTYPES, TokenSet, dtype_for
 from shardwise.files import sync, write_atomically
 from shardwise.run import Run
-from shardwise.run.objective_config import FACTS, targets_of
 from shardwise.run.problems import Problem
+from shardwise.run.sections.objective import FACTS, targets_of
 
 INDEX, LOGPROBS, TOKENS = "index.json", "logprobs.bin", "tokens.bin"
 FORMAT, VERSION = "shardwise-scores", 1

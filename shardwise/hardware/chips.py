@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from shardwise.run import Run
 from shardwise.run.problems import Problem, UserError, nearest
-from shardwise.run.rule import Broken
+from shardwise.run.rules.rule import Broken
 
 # Dynamic power grows with clock times voltage squared, and voltage nearly with the clock, so the clock follows a cap's
 # share of the full power to about the power 1/2.5. An H100 held to 500 of its 700 W is then 13 % slower; published

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.model.initialize import without_values
-from shardwise.model.moe import Experts, MoE, Router
+from shardwise.model.moe.layer import Experts, MoE, Router
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Run
 from shardwise.run.derive import accepted_choices

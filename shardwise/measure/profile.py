@@ -33,11 +33,11 @@ from shardwise.data.batches import Batch
 from shardwise.hardware.chips import chip_of_driver_name
 from shardwise.ledger import AXIS_OF
 from shardwise.measure.allocator import allocator_history
+from shardwise.measure.counts.memory import measure_memory
+from shardwise.measure.counts.modules import as_rows, own_costs
+from shardwise.measure.counts.traffic import TrafficCounter
 from shardwise.measure.labelled import labelled, span
-from shardwise.measure.memory import measure_memory
 from shardwise.measure.module_time import module_times
-from shardwise.measure.modules import as_rows, own_costs
-from shardwise.measure.traffic import TrafficCounter
 from shardwise.plan.cost.flops import CONVENTION, training_flops
 from shardwise.plan.plan import plan
 from shardwise.plan.trainer.work import CONVENTION as HARDWARE

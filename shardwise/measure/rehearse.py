@@ -24,9 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 from shardwise.hardware import collective_seconds
 from shardwise.hardware.chips import chip_of_driver_name
 from shardwise.ledger import Difference
+from shardwise.measure.counts.memory import gradients_of, optimizer_of, parameters_of, unique_bytes
+from shardwise.measure.counts.rounds import microbatches_to_run, with_microbatches
 from shardwise.measure.dry import even_routing
-from shardwise.measure.memory import gradients_of, optimizer_of, parameters_of, unique_bytes
-from shardwise.measure.rounds import microbatches_to_run, with_microbatches
 from shardwise.measure.stand_in import Hold, stand_in_collectives
 from shardwise.measure.verify import random_batch
 from shardwise.model.device import choose_device

@@ -10,7 +10,7 @@ from typing import Any
 from torch.profiler import profile
 
 from shardwise.hardware import Profile
-from shardwise.measure.bench import empty_profile
+from shardwise.measure.bench.machine import empty_profile
 from shardwise.measure.rehearse import Say, rehearse
 from shardwise.model.device import choose_device
 from shardwise.run import Run, UserError

@@ -25,7 +25,7 @@ from shardwise.plan.serving.served import ServedLoad
 from shardwise.plan.serving.verdict import LoadVerdict
 from shardwise.run import Run, UserError
 from shardwise.run.load import Asked, prompt_tokens
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.schedules.serving.figures import TOO_LONG, Limits, LoadFigures, Made
 from shardwise.schedules.serving.scheduler import Did
 from shardwise.serve.engine import Engine, engine_of

@@ -19,11 +19,11 @@ import torch
 
 from shardwise.data.batches import Batch
 from shardwise.ledger import Account, Difference, Memory, Span, Timeline, Traffic, compare
+from shardwise.measure.counts.memory import measured_memory
+from shardwise.measure.counts.rounds import Repeated, microbatches_to_run, with_microbatches
+from shardwise.measure.counts.traffic import TrafficCounter
+from shardwise.measure.counts.work import WorkCounter, uncompiled
 from shardwise.measure.dry import dry_rank, even_routing
-from shardwise.measure.memory import measured_memory
-from shardwise.measure.rounds import Repeated, microbatches_to_run, with_microbatches
-from shardwise.measure.traffic import TrafficCounter
-from shardwise.measure.work import WorkCounter, uncompiled
 from shardwise.plan.plan import plan
 from shardwise.plan.trainer.rank import planned_rank
 from shardwise.plan.trainer.state import activations, activations_away, hosted, state_bytes
@@ -31,7 +31,7 @@ from shardwise.plan.trainer.traffic import AXIS_OF, traffic
 from shardwise.plan.trainer.work import work
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.derive import chunks_loss, planned_on_gpu
-from shardwise.run.objective_config import FACTS, targets_of
+from shardwise.run.sections.objective import FACTS, targets_of
 from shardwise.schedules import make_schedule
 from shardwise.train.objectives.grpo import random_answers
 from shardwise.train.step import TrainState

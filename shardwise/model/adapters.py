@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.layers import Linear, at_least_float32
-from shardwise.model.moe import Experts, RowsOfExperts, ScaledRows, experts_of
+from shardwise.model.moe.layer import Experts, RowsOfExperts, ScaledRows, experts_of
 from shardwise.model.normal import mix64
 from shardwise.model.transformer import Transformer
 from shardwise.run import AdapterConfig

@@ -2,7 +2,7 @@
 
 The matrices of queries, keys and values become one, and so do gate and up: the parameters stay as views of it, so nothing is held
 twice. Norms, rotation, the write to the cache, the gate and the residual sum are done by the kernels beside them
-(`kernels/skinny_gemm.py`, `decode_attention.py`, `paged_attention.py`). A block that is built otherwise (experts, latent attention,
+(`kernels/gemm/skinny.py`, `kernels/attention`). A block that is built otherwise (experts, latent attention,
 biases, LayerNorm) runs as it is written, over the same cache.
 """
 
@@ -128,8 +128,8 @@ class FusedBlock:
     ) -> Tensor:
         """Rows times a matrix, with the norm before it and what comes after; the residual stream may be written over."""
         from shardwise.model.kernels.gated import gated_product
+        from shardwise.model.kernels.gemm.skinny import MOST_ROWS, skinny_gemm
         from shardwise.model.kernels.rms_norm import rms_norm
-        from shardwise.model.kernels.skinny_gemm import MOST_ROWS, skinny_gemm
 
         if isinstance(matrix, QuantizedMatrix):
             return self.gemm.fused(x, matrix, norm, residual if self.first else None, gated)
@@ -151,13 +151,13 @@ class FusedBlock:
 
 
 class InvariantBlock(FusedBlock):
-    """The same by operations whose bits for a token do not depend on the batch, those of `invariant.py`: joining matrices, and
+    """The same by operations whose bits for a token do not depend on the batch, those of `invariant/`: joining matrices, and
     adding to the residual stream what was rounded before, change none."""
 
     def __call__(self, x: Tensor, rope: Any, mask: Any, cache: LayerCache | None = None) -> tuple[Tensor, None]:
         from shardwise.model.kernels.gated import gated_product
-        from shardwise.model.kernels.invariant_gemm import invariant_gemm
-        from shardwise.model.kernels.invariant_rows import invariant_norm
+        from shardwise.model.kernels.gemm.invariant import invariant_gemm
+        from shardwise.model.kernels.gemm.invariant_rows import invariant_norm
 
         assert isinstance(cache, PagedLayerCache)
         x = x[0]
@@ -184,7 +184,7 @@ def unembed(x: Tensor, weight: Tensor, gemms: DecodingGemms) -> Tensor:
     if isinstance(weight, QuantizedMatrix):
         return PACKED.fused(x, weight)
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
-        from shardwise.model.kernels.skinny_gemm import MOST_ROWS, skinny_gemm
+        from shardwise.model.kernels.gemm.skinny import MOST_ROWS, skinny_gemm
 
         if 0 < len(x) <= MOST_ROWS:
             return skinny_gemm(x, weight.to(x.dtype))

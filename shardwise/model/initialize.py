@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from shardwise.model.normal import fill_normal
 from shardwise.run import AdapterConfig, ModelConfig
-from shardwise.run.adapter_config import NO_ADAPTER
 from shardwise.run.parameters import find_parameter
+from shardwise.run.sections.adapter import NO_ADAPTER
 
 DRAWS = ContextVar("DRAWS", default=True)
 

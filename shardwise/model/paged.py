@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.model.cache import Cache, LayerCache
-from shardwise.model.invariant_attention import attend_blocks
+from shardwise.model.invariant.attention import attend_blocks
 from shardwise.run import ModelConfig
 
 
@@ -134,7 +134,7 @@ class PagedLayerCache(LayerCache):
 
     def _attend_latents(self, q: Tensor, batch: PagedBatch, scale: float) -> Tensor:
         """New tokens, one of each of the first sequences, whose latents are in their pages."""
-        from shardwise.model.kernels.latent_attention import latent_attention
+        from shardwise.model.kernels.attention.latent import latent_attention
 
         slots, starts = batch.slots[: len(q)], batch.starts[: len(q)]
         rank, scratch = self.values.shape[-1], self.cache.latent_scratch(q.shape[1])
@@ -150,8 +150,8 @@ class PagedLayerCache(LayerCache):
     ) -> Tensor:
         """The same of queries, keys and values [tokens, all heads x width] as one matrix gives them, by the kernels of a GPU, which
         norm and rotate them as well; gives [tokens, heads x width]."""
-        from shardwise.model.kernels.decode_attention import decode_attention
-        from shardwise.model.kernels.paged_attention import rope_write
+        from shardwise.model.kernels.attention.decode import decode_attention
+        from shardwise.model.kernels.attention.paged import rope_write
 
         batch, cache, split = self.cache.batch, self.cache, 0
         assert batch is not None
@@ -192,8 +192,8 @@ class PagedLayerCache(LayerCache):
         scale: float,
     ) -> Tensor:
         """`attend_fused` with bits that do not depend on the batch."""
-        from shardwise.model.kernels.invariant_rows import invariant_norm
-        from shardwise.model.kernels.paged_attention import rope_write
+        from shardwise.model.kernels.attention.paged import rope_write
+        from shardwise.model.kernels.gemm.invariant_rows import invariant_norm
 
         batch, width, kv_heads = self.cache.batch, self.keys.shape[-1], self.keys.shape[1]
         assert batch is not None
@@ -212,8 +212,8 @@ class PagedLayerCache(LayerCache):
         if not q.is_cuda:
             slots, starts = batch.slots.tolist(), batch.starts.tolist()
             return attend_blocks(q, self.keys, self.values, batch.table, slots, starts, counts, scale, self.window)
-        from shardwise.model.kernels.invariant_attention import invariant_attention, tokens_of_tile
-        from shardwise.model.kernels.paged_attention import tiles_of
+        from shardwise.model.kernels.attention.invariant import invariant_attention, tokens_of_tile
+        from shardwise.model.kernels.attention.paged import tiles_of
 
         if 0 not in batch.tiles:
             made = tiles_of(counts, tokens_of_tile(q.shape[1], self.keys.shape[1], q.shape[2]))
@@ -223,8 +223,8 @@ class PagedLayerCache(LayerCache):
 
     def _attend_tiles(self, q: Tensor, out: Tensor, batch: PagedBatch, first: int, scale: float) -> None:
         """New tokens whose keys are in their pages, from the sequence `first` on."""
-        from shardwise.model.kernels.paged_attention import paged_attention, tiles_of
-        from shardwise.model.kernels.tiles import prompt_tile
+        from shardwise.model.kernels.attention.paged import paged_attention, tiles_of
+        from shardwise.model.kernels.attention.tiles import prompt_tile
 
         counts = (1,) * batch.decodes + batch.counts
         tile = prompt_tile(max(counts[first:]), q.shape[-1], q.device)
@@ -284,7 +284,7 @@ class PagedCache(Cache):
 
     def scratch(self, heads: int) -> Any:
         """Memory that the kernel of single tokens works in."""
-        from shardwise.model.kernels.decode_attention import Scratch
+        from shardwise.model.kernels.attention.decode import Scratch
 
         if self._scratch is None:
             keys = self.layers[0].keys
@@ -293,7 +293,7 @@ class PagedCache(Cache):
 
     def latent_scratch(self, heads: int) -> Any:
         """The same for the kernel of latents."""
-        from shardwise.model.kernels.latent_attention import latent_scratch
+        from shardwise.model.kernels.attention.latent import latent_scratch
 
         if self._scratch is None:
             values = self.layers[0].values

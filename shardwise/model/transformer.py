@@ -17,7 +17,7 @@ from shardwise.model.attention import GroupedAttention, LatentAttention, MaskBui
 from shardwise.model.cache import Cache, LayerCache
 from shardwise.model.layers import FeedForward, Gemm, Linear, make_norm
 from shardwise.model.loss import LinearCrossEntropy
-from shardwise.model.moe import MoE
+from shardwise.model.moe.layer import MoE
 from shardwise.model.rope import Rope, rope_cos_sin
 from shardwise.model.varlen import Mask
 from shardwise.run import ModelConfig
@@ -76,7 +76,7 @@ class Transformer(nn.Module):
     frozen_embedding = False
     """Whether the embedding takes no gradient. The residual stream then asks for one itself, so that all layers are alike."""
     invariant = False
-    """Whether a token's results are the same bits whatever else is computed (`invariant.py`)."""
+    """Whether a token's results are the same bits whatever else is computed (`invariant/`)."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype | None = None, layers: Iterable[int] | None = None

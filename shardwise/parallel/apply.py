@@ -14,18 +14,20 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.model.adapters import LowRank, LowRankExperts, put_on_adapters, row_lengths, token_keys
 from shardwise.model.attention import MaskBuilder
 from shardwise.model.compute_copy import ComputeCopy, keep_compute_copies
-from shardwise.model.fp8 import check_fp8, scaled_mm, use_fp8
 from shardwise.model.gemm.fp8 import tuned_scaled_mm
 from shardwise.model.gemm.tuned import use_tuned_gemms
 from shardwise.model.initialize import draw
-from shardwise.model.invariant import check_invariant, make_invariant
+from shardwise.model.invariant.network import check_invariant, make_invariant
 from shardwise.model.layers import Gemm, Linear
 from shardwise.model.loss import ChunkedCrossEntropy
-from shardwise.model.moe import Experts
-from shardwise.model.nf4 import Quantizer, keep_experts_in_4_bits, keep_in_4_bits
+from shardwise.model.moe.layer import Experts
+from shardwise.model.quantized.fp8 import check_fp8, scaled_mm, use_fp8
+from shardwise.model.quantized.nf4 import Quantizer, keep_experts_in_4_bits, keep_in_4_bits
 from shardwise.model.score import ScoreHead
 from shardwise.model.transformer import Block, Transformer, make_stage
 from shardwise.model.varlen import has_flash
+from shardwise.parallel.activations.recompute import apply_recompute
+from shardwise.parallel.activations.swap import Swap
 from shardwise.parallel.asynchronous import AsynchronousPipeline
 from shardwise.parallel.context import apply_context
 from shardwise.parallel.expert import apply_expert
@@ -33,14 +35,11 @@ from shardwise.parallel.local_parameter import LocalParameter, box_of, local_sli
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
 from shardwise.parallel.pipeline import Pipeline, Stage, split_backward
-from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.shard import Sharder, sharded_modules, uses_ddp, wrap_ddp
-from shardwise.parallel.swap import Swap
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.plan.trainer.handed import handed_bytes
 from shardwise.run import Run
-from shardwise.run.adapter_config import NF4_BLOCK
 from shardwise.run.derive import (
     chunk_bytes,
     chunks_loss,
@@ -51,6 +50,7 @@ from shardwise.run.derive import (
 )
 from shardwise.run.parameters import Cut, Parameter, find_parameter, matrix_of
 from shardwise.run.parametrization import initial_factor
+from shardwise.run.sections.adapter import NF4_BLOCK
 from shardwise.schedules import make_schedule
 from shardwise.torch_private import cache_custom_autograd_functions, is_persistent, sharded_parameters
 

@@ -93,7 +93,7 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: BlockMask)
     """Attention of queries [batch, heads, queries, width] to keys and values of as many or fewer heads, and the log-sum-exp of its
     scores; both may have a higher precision than the inputs."""
     if _fits_kernels(q):
-        from shardwise.model.kernels.bounded_attention import bounded_attention, whole_attention
+        from shardwise.model.kernels.attention.bounded import bounded_attention, whole_attention
 
         if isinstance(mask, Bounds):
             return bounded_attention(q, k, v, scale, *mask[:3])
@@ -123,7 +123,7 @@ def attend_block_backward(
     """Gradients of a block, given the output and the log-sum-exp of whole rows, and `delta`, the row sums of grad x output."""
     if _fits_kernels(q):
         if isinstance(mask, Bounds):
-            from shardwise.model.kernels.bounded_attention import bounded_attention_backward
+            from shardwise.model.kernels.attention.bounded import bounded_attention_backward
 
             return bounded_attention_backward(grad, delta, q, k, v, lse, scale, *mask[:3])
         return fused_attention_backward(grad, out, q, k, v, lse, scale, causal=mask is not None)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.parallel.saving import note
+from shardwise.parallel.activations.saving import note
 from shardwise.torch_private import group_named
 
 Group = dist.ProcessGroup | None
@@ -185,7 +185,7 @@ _all_to_all_op.register_autograd(
 
 def all_gather_sequence(x: Tensor, group: Group, dim: int = 1, *, again: bool = True) -> Tensor:
     """All shards of a sequence; the ranks go on with different work, so their gradients are added and scattered. What a backward
-    pass saves of it is gathered `again` there (`saving.py`)."""
+    pass saves of it is gathered `again` there (`activations/saving.py`)."""
     if group is not None and torch.compiler.is_compiling():
         return _all_gather_op(x, group.group_name, dim, again)
     return x if group is None else _AllGatherSequence.apply(x, group, dim, again)

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.model.adapters import LowRankExperts
-from shardwise.model.moe import MoE, Router, dispatched_keys
-from shardwise.model.moe_ops import combine, dispatch, has_fused_kernels, sort_by_expert
+from shardwise.model.moe.layer import MoE, Router, dispatched_keys
+from shardwise.model.moe.ops import combine, dispatch, has_fused_kernels, sort_by_expert
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import (
     Group,

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.model.fp8_matrix import Fp8Matrix
 from shardwise.model.layers import Linear
-from shardwise.model.quantize import E4M3, cast, cast_rows, scale_of
+from shardwise.model.quantized.fp8_matrix import Fp8Matrix
+from shardwise.model.quantized.scaled import E4M3, cast, cast_rows, scale_of
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.tensor import ReplicatedKVLinear
 from shardwise.run import Run

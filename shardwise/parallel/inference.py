@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.layers import FeedForward, Linear
-from shardwise.model.moe import MoE
-from shardwise.model.moe_ops import combine_weighted, dispatch, has_fused_kernels, sort_by_expert
+from shardwise.model.moe.layer import MoE
+from shardwise.model.moe.ops import combine_weighted, dispatch, has_fused_kernels, sort_by_expert
 from shardwise.model.transformer import Block, Transformer, make_stage
 from shardwise.run import LayoutConfig, ModelConfig
 from shardwise.run.parameters import Parameter, find_parameter

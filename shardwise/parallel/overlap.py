@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from shardwise.model.attention import GroupedAttention
 from shardwise.model.layers import FeedForward, Linear
+from shardwise.parallel.activations.saving import note
 from shardwise.parallel.collectives import Group, all_gather
-from shardwise.parallel.saving import note
 
 CHUNKS = 2
 

@@ -26,14 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.model.adapters import TokenKeys
 from shardwise.model.layers import Gemm, Linear
 from shardwise.model.transformer import Transformer
+from shardwise.parallel.activations.handover import Handover, lasting
+from shardwise.parallel.activations.saving import saving
+from shardwise.parallel.activations.swap import Swap
 from shardwise.parallel.fp8_all_gather import Scales
-from shardwise.parallel.handover import Handover, lasting
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.observer import Observers
-from shardwise.parallel.saving import saving
 from shardwise.parallel.shard import reduce_deferred_gradients
-from shardwise.parallel.swap import Swap
 from shardwise.schedules import PASSES, Action, Message, Schedule, message_of, transfers
 from shardwise.schedules.make import cached_schedule
 

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.model.moe import MoE
+from shardwise.model.moe.layer import MoE
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.compress.sharded import QuantizedAllGather, QuantizedReduceScatter

@@ -26,7 +26,7 @@ from shardwise.model.attention import GroupedAttention, LatentAttention
 from shardwise.model.layers import FeedForward, Linear, at_least_float32
 from shardwise.model.logprobs import IGNORE_INDEX, LogProbHead, Make, local_places
 from shardwise.model.loss import ChunkedCrossEntropy
-from shardwise.model.moe import MoE
+from shardwise.model.moe.layer import MoE
 from shardwise.model.score import ScoreHead
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group, all_gather, all_gather_sequence, all_reduced, reduce_scatter_sequence

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.moe import Experts, MoE, ReadCounts, grouped_linear, read_counts
+from shardwise.model.moe.layer import Experts, MoE, ReadCounts, grouped_linear, read_counts
 from shardwise.model.transformer import Block
 from shardwise.quantize.sites import Site
 

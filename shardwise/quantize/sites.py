@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.model.attention import GroupedAttention, LatentAttention
 from shardwise.model.layers import FeedForward, Norm
-from shardwise.model.moe import MoE
+from shardwise.model.moe.layer import MoE
 from shardwise.model.transformer import Block
 
 

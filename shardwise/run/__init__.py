@@ -1,13 +1,13 @@
 """What a job is: typed config, presets, reading, deriving, checking and writing. Imports nothing above it, and no torch."""
 
-from shardwise.run.adapter_config import AdapterConfig
 from shardwise.run.axes import AXES, RANK_AXES
 from shardwise.run.config import ClusterConfig, DataConfig, ModelConfig, Run, TrainConfig
-from shardwise.run.layout_config import LayoutConfig
-from shardwise.run.memory_config import MemoryConfig
 from shardwise.run.presets import PRESETS
 from shardwise.run.problems import Problem, UserError, counted
 from shardwise.run.read import PlannedRun, read_planned, read_run, read_served, run_from_dict
+from shardwise.run.sections.adapter import AdapterConfig
+from shardwise.run.sections.layout import LayoutConfig
+from shardwise.run.sections.memory import MemoryConfig
 from shardwise.run.write import to_dict, to_toml
 
 __all__ = [

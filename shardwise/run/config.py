@@ -1,6 +1,6 @@
-"""What a job is: typed sections and a name. Every key is declared once, here or in a file of its section (`layout_config.py`,
-`adapter_config.py`, `serve_config.py`), with its type, default, limits and meaning; `shardwise config --schema` prints these
-declarations, and the reader checks a user's file against them.
+"""What a job is: typed sections and a name. Every key is declared once, here or in a file of its section (`sections/`), with its
+type, default, limits and meaning; `shardwise config --schema` prints these declarations, and the reader checks a
+user's file against them.
 
 A 0 that means "derived" is filled in by `shardwise.run.derive`, so a resolved run holds no such 0.
 """
@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardwise.run.adapter_config import AdapterConfig
-from shardwise.run.declare import Key, declared, key
-from shardwise.run.layout_config import LayoutConfig
-from shardwise.run.memory_config import MemoryConfig
-from shardwise.run.objective_config import ObjectiveConfig
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.adapter import AdapterConfig
+from shardwise.run.sections.declare import Key, declared, key
+from shardwise.run.sections.layout import LayoutConfig
+from shardwise.run.sections.memory import MemoryConfig
+from shardwise.run.sections.objective import ObjectiveConfig
+from shardwise.run.sections.serve import ServeConfig
 
 
 @dataclass(frozen=True)

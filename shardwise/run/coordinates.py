@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.run.layout_config import LayoutConfig
+from shardwise.run.sections.layout import LayoutConfig
 
 GROUPS = ("pipeline", "replicate", "shard", "context", "tensor", "zero", "expert_shard", "expert", "sequence", "world")
 

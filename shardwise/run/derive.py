@@ -8,7 +8,7 @@ from math import ceil
 
 from shardwise.run.axes import SPLIT_BACKWARD
 from shardwise.run.config import ModelConfig, Run
-from shardwise.run.objective_config import facts_of
+from shardwise.run.sections.objective import facts_of
 
 
 def derive_model(model: ModelConfig, seq_len: int) -> ModelConfig:

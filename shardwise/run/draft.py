@@ -9,7 +9,7 @@ from functools import partial
 from shardwise.run.config import ModelConfig, Run
 from shardwise.run.named_model import named_model
 from shardwise.run.problems import UserError
-from shardwise.run.rule import Rule
+from shardwise.run.rules.rule import Rule
 
 
 def drafts(run: Run) -> int:

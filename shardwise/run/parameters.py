@@ -12,9 +12,9 @@ from functools import cache
 from math import prod
 from typing import Literal, NamedTuple
 
-from shardwise.run.adapter_config import NF4_BLOCK, NF4_SCALES, NO_ADAPTER, AdapterConfig
 from shardwise.run.config import ModelConfig
-from shardwise.run.layout_config import LayoutConfig
+from shardwise.run.sections.adapter import NF4_BLOCK, NF4_SCALES, NO_ADAPTER, AdapterConfig
+from shardwise.run.sections.layout import LayoutConfig
 
 Owner = Literal["embedding", "attention", "ffn", "router", "experts", "shared_experts", "norm", "head"]
 Init = Literal["normal", "residual", "ones", "zeros", "adapter", "magnitude"]
@@ -228,7 +228,7 @@ def matrix_of(magnitude: str) -> str:
 
 
 def _scales(entry: Parameter, double: bool) -> Iterator[Parameter]:
-    """The scales of a matrix in 4 bits (`model/nf4.py`): of its blocks; where these are in 8 bits, of their blocks, and a mean.
+    """Scales of a 4-bit matrix (`model/quantized/nf4.py`): of its blocks; where these are in 8 bits, of their blocks and a mean.
     Each expert of a stack is a matrix of its own."""
     *stack, rows, columns = entry.shape
     blocks = (rows, columns // NF4_BLOCK)

@@ -13,14 +13,14 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from shardwise.run.axes import AXES
-from shardwise.run.check import broken_rules
 from shardwise.run.config import SECTIONS, Run, all_keys
-from shardwise.run.declare import Key
 from shardwise.run.derive import derive
-from shardwise.run.layout_config import LayoutConfig
 from shardwise.run.presets import PRESETS, pretraining
 from shardwise.run.problems import Problem, UserError, nearest
-from shardwise.run.rule import Broken
+from shardwise.run.rules.check import broken_rules
+from shardwise.run.rules.rule import Broken
+from shardwise.run.sections.declare import Key
+from shardwise.run.sections.layout import LayoutConfig
 from shardwise.run.vocabulary import all_text, vocabulary_of
 
 COMMAND_LINE = "command line"

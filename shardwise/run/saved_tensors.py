@@ -1,4 +1,4 @@
-"""Saved tensors in few bits (`parallel/quantized_activations.py`) or elsewhere: what trainer and plan must agree on. No torch."""
+"""Saved tensors in few bits (`parallel/activations/quantized.py`) or elsewhere: what trainer and plan must agree on. No torch."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from functools import cached_property
 
 from shardwise.run.config import ModelConfig
 from shardwise.run.coordinates import RankCoordinates
-from shardwise.run.layout_config import LayoutConfig
 from shardwise.run.parameters import Parameter, shard_bounds, shard_length
+from shardwise.run.sections.layout import LayoutConfig
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-from shardwise.run.adapter_config import AdapterConfig
 from shardwise.run.config import ModelConfig, Run
 from shardwise.run.named_model import named_model
-from shardwise.run.objective_config import ObjectiveConfig, facts_of
 from shardwise.run.problems import UserError
-from shardwise.run.rule import Rule
+from shardwise.run.rules.rule import Rule
+from shardwise.run.sections.adapter import AdapterConfig
+from shardwise.run.sections.objective import ObjectiveConfig, facts_of
 
 KEY = "objective.teacher"
 

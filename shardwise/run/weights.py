@@ -13,7 +13,7 @@ from typing import Literal
 
 from shardwise.run.config import ModelConfig, Run
 from shardwise.run.parameters import HEAD, Parameter, layer_parameters
-from shardwise.run.rule import Rule
+from shardwise.run.rules.rule import Rule
 
 Kind = Literal["fp8", "int8", "int4"]
 Activations = Literal["", "fp8", "int8"]

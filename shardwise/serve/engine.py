@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardwise.model.invariant import exactly_read
+from shardwise.model.invariant.network import exactly_read
 from shardwise.model.quantized.model import keep_weights
 from shardwise.model.transformer import Transformer
 from shardwise.plan.serving.pool import host_pages
 from shardwise.run import LayoutConfig, Run, UserError
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.schedules.serving import Chunk, PagePool, Scheduler, Sequence, Settings, Step
 from shardwise.serve.leader import Leader
 from shardwise.serve.prepare import check_served, draft_runner_of, load_draft, memory_of, runner_of

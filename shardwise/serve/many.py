@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.weights import load_share
-from shardwise.model.invariant import exactly_read
+from shardwise.model.invariant.network import exactly_read
 from shardwise.model.quantized.model import keep_weights
 from shardwise.parallel.inference import Peers
 from shardwise.plan.serving.pool import host_pages, served_layers

@@ -8,7 +8,7 @@ import torch
 
 from shardwise.hardware import CHIPS, chip_of_driver_name
 from shardwise.hardware.engine_facts import LENDER
-from shardwise.model.invariant import make_invariant
+from shardwise.model.invariant.network import make_invariant
 from shardwise.model.transformer import Transformer
 from shardwise.plan.serving.pool import ServingMemory, device_bytes, draft_run, kv_dtype, serving_memory
 from shardwise.run import PRESETS, Problem, Run, UserError

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.model.invariant import by_row, log_softmax
+from shardwise.model.invariant.network import by_row, log_softmax
 from shardwise.model.layers import at_least_float32
 from shardwise.model.normal import GAMMA, mix64
 from shardwise.serve.request import Logprob, Sampling

@@ -25,8 +25,8 @@ from typing import Any
 
 from shardwise.hardware.chips import chip_of_driver_name
 from shardwise.run import LayoutConfig, Problem, Run, UserError, to_dict
-from shardwise.run.check import broken_rules
 from shardwise.run.derive import planned_on_gpu
+from shardwise.run.rules.check import broken_rules
 from shardwise.train.environment import Placement, RankEnvironment, place, slurm_address
 from shardwise.train.faults.heartbeat import enable_flight_recorder
 from shardwise.train.faults.ranks import GRACE, MISTAKE, Ranks, environment_of, free_port

@@ -21,8 +21,8 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
 from shardwise.run import MemoryConfig, ModelConfig, TrainConfig
 from shardwise.run.derive import NEWTON_SCHULZ, NEWTON_SCHULZ_ITERATIONS
-from shardwise.run.memory_config import ALL_ON_DEVICE
 from shardwise.run.parametrization import rate_factor
+from shardwise.run.sections.memory import ALL_ON_DEVICE
 from shardwise.train.host_adamw import HostAdamW, master_of
 from shardwise.train.onebit_adam import OneBitAdamW
 from shardwise.train.schedule import learning_rate_factor

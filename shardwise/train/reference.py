@@ -26,7 +26,7 @@ from shardwise.parallel.local_parameter import LocalParameter
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.run import Run
-from shardwise.run.objective_config import FACTS, targets_of
+from shardwise.run.sections.objective import FACTS, targets_of
 from shardwise.run.teacher import teacher_model
 
 

@@ -19,7 +19,7 @@ from shardwise.parallel.context import zigzag_positions
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.trainer.rank import reference_run
 from shardwise.run import Problem, Run, UserError
-from shardwise.run.objective_config import FACTS
+from shardwise.run.sections.objective import FACTS
 from shardwise.train.microbatches import cut, stream_of
 from shardwise.train.reference import Reference
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.data.batches import IGNORE_INDEX, Batch
 from shardwise.model.device import choose_device
-from shardwise.model.moe import Router
+from shardwise.model.moe.layer import Router
 from shardwise.model.normal import mix64
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.apply import apply
@@ -33,7 +33,7 @@ from shardwise.parallel.shard import uses_ddp
 from shardwise.plan.trainer.rank import reference_run
 from shardwise.run import Run
 from shardwise.run.derive import forward_passes
-from shardwise.run.objective_config import FACTS, facts_of
+from shardwise.run.sections.objective import FACTS, facts_of
 from shardwise.train import asynchronous
 from shardwise.train.faults.guard import History
 from shardwise.train.faults.recheck import check_repeatable, passes_twice

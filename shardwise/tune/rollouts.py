@@ -18,7 +18,7 @@ from shardwise.data.order import key_of
 from shardwise.data.prompts import Prompt
 from shardwise.hardware import CHIPS, chip_of_driver_name
 from shardwise.hardware.engine_facts import LENDER
-from shardwise.model.invariant import check_invariant, make_invariant
+from shardwise.model.invariant.network import check_invariant, make_invariant
 from shardwise.plan.serving.pool import device_bytes
 from shardwise.plan.serving.rollouts import RolloutMemory, rollout_memory
 from shardwise.run import LayoutConfig, Run, UserError

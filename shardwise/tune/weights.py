@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.model.adapters import row_lengths
-from shardwise.model.invariant import read_exactly
-from shardwise.model.nf4 import whole_matrix
+from shardwise.model.invariant.network import read_exactly
+from shardwise.model.quantized.nf4 import whole_matrix
 from shardwise.model.transformer import Transformer, make_stage
 from shardwise.parallel.local_parameter import Box, box_of, local
 from shardwise.plan.cost.flops import layers_of_stages

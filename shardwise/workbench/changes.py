@@ -15,7 +15,7 @@ from shardwise.plan.time.step import prepare, step_time
 from shardwise.plan.trainer.memory import memory_of
 from shardwise.run import RANK_AXES, Run, UserError, to_dict
 from shardwise.run.config import SECTIONS, all_keys
-from shardwise.run.declare import declared
+from shardwise.run.sections.declare import declared
 from shardwise.workbench.question import Base, Keys, text_of
 
 SHOWN = 6

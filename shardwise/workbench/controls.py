@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 from shardwise.hardware.chips import ALIASES, CHIPS
 from shardwise.run import AXES, PRESETS
 from shardwise.run.config import SECTIONS, all_keys
-from shardwise.run.declare import Key
+from shardwise.run.sections.declare import Key
 from shardwise.workbench.question import FILES, text_of
 
 FIRST: dict[str, tuple[str, ...]] = {

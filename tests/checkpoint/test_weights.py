@@ -19,7 +19,7 @@ from shardwise.checkpoint.folder import checkpoint_folder
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.weights import load_model
 from shardwise.checkpoint.writer import Entry, write_weights
-from shardwise.measure.memory import Storages, unique_bytes
+from shardwise.measure.counts.memory import Storages, unique_bytes
 from shardwise.model import Transformer, initialize
 from shardwise.run import Run, UserError, run_from_dict, to_toml
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from shardwise.measure.verify import random_batch
 from shardwise.model import Transformer, initialize
-from shardwise.model.invariant import make_invariant, read_exactly, token_logprobs
-from shardwise.model.invariant_attention import attend_documents
+from shardwise.model.invariant.attention import attend_documents
+from shardwise.model.invariant.network import make_invariant, read_exactly, token_logprobs
 from shardwise.model.varlen import VarlenMask, varlen_attention_reference
 from shardwise.run import ModelConfig, run_from_dict
 from shardwise.run.derive import derive_model
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.serve.engine import Engine
 from shardwise.serve.request import Output, Request, Sampling
 from shardwise.serve.runner import Runner
@@ -48,7 +48,7 @@ SAMPLING = Sampling(1.0, seed=3, logprobs=0)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n", "k"), [(512, 1024), (1000, 712), (64, 64), (4096, 4096)])
 def test_rows_of_a_gemm(n: int, k: int, dtype: torch.dtype) -> None:
-    from shardwise.model.kernels.invariant_gemm import Tile, invariant_gemm
+    from shardwise.model.kernels.gemm.invariant import Tile, invariant_gemm
 
     torch.manual_seed(0)
     x, weight = torch.randn(600, k, device="cuda").to(dtype), (torch.randn(n, k, device="cuda") / k**0.5).to(dtype)
@@ -61,7 +61,7 @@ def test_rows_of_a_gemm(n: int, k: int, dtype: torch.dtype) -> None:
 
 
 def test_rows_of_experts_and_heads() -> None:
-    from shardwise.model.kernels.invariant_gemm import invariant_gemm, invariant_gemm_by_head, invariant_grouped_gemm
+    from shardwise.model.kernels.gemm.invariant import invariant_gemm, invariant_gemm_by_head, invariant_grouped_gemm
 
     torch.manual_seed(0)
     x, weight = torch.randn(500, 256, device="cuda").bfloat16(), torch.randn(6, 192, 256, device="cuda").bfloat16()

@@ -14,10 +14,10 @@ from parallel_pool import RankPool
 from torch import Tensor, nn
 
 from shardwise.measure.verify import verify_rank
-from shardwise.model import moe
-from shardwise.model.moe import Experts, MoE, grouped_gemm
-from shardwise.model.moe_ops import combine_weighted, dispatch, sort_by_expert, topk_experts
-from shardwise.model.router_gemm import router_gemm
+from shardwise.model.moe import layer as moe
+from shardwise.model.moe.layer import Experts, MoE, grouped_gemm
+from shardwise.model.moe.ops import combine_weighted, dispatch, sort_by_expert, topk_experts
+from shardwise.model.moe.router_gemm import router_gemm
 from shardwise.model.transformer import Block
 from shardwise.run import ModelConfig, run_from_dict
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.measure.verify import random_batch
-from shardwise.model.nf4 import dequantize, dequantize_reference, quantize
+from shardwise.model.quantized.nf4 import dequantize, dequantize_reference, quantize
 from shardwise.run import run_from_dict
 from shardwise.train.step import TrainState
 

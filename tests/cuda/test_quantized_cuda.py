@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.model.kernels.int4_rows import int4_rows, takes
-from shardwise.model.kernels.skinny_gemm import skinny_gemm_reference
+from shardwise.model.kernels.gemm.int4_rows import int4_rows, takes
+from shardwise.model.kernels.gemm.skinny import skinny_gemm_reference
 from shardwise.model.quantized.linear import QuantizedGemm
 from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.quantized.rounding import round_matrix

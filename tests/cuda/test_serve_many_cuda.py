@@ -14,7 +14,7 @@ from parallel_pool import RankPool
 
 from shardwise.parallel.inference import Peers
 from shardwise.run import LayoutConfig, Run
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.serve.many import taking_part
 from shardwise.serve.request import Request, Sampling
 

@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "serve"))
 from engines import FAMILIES, answers, tokens_of
 
 from shardwise.model import Transformer, initialize
-from shardwise.model.invariant import make_invariant
+from shardwise.model.invariant.network import make_invariant
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.serve.engine import Engine
 from shardwise.serve.request import Output, Request, Sampling
 from shardwise.serve.runner import Runner

@@ -13,9 +13,9 @@ import torch
 
 from shardwise.cli.main import main
 from shardwise.hardware import COLLECTIVES, gemm_seconds, load_profile
-from shardwise.measure.bench import measure_kernels, step_seconds
-from shardwise.measure.bench_collectives import bus_factor
-from shardwise.measure.bench_kernels import Stopwatch, TimeBudget, gemm_shapes
+from shardwise.measure.bench.collectives import bus_factor
+from shardwise.measure.bench.kernels import Stopwatch, TimeBudget, gemm_shapes
+from shardwise.measure.bench.machine import measure_kernels, step_seconds
 from shardwise.plan.plan import plan
 from shardwise.run import Run, run_from_dict
 

@@ -17,8 +17,8 @@ from observed import Routed, note_rows
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.measure.counts.memory import Storages, _other_threads_run, measure_memory
 from shardwise.measure.dry import dry_rank
-from shardwise.measure.memory import Storages, _other_threads_run, measure_memory
 from shardwise.measure.verify import random_batch
 from shardwise.parallel import apply as apply_module
 from shardwise.parallel import shard as shard_module

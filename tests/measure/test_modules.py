@@ -8,9 +8,9 @@ from typing import Any
 import cases
 import pytest
 
+from shardwise.measure.counts.memory import measure_memory
+from shardwise.measure.counts.module_work import OPTIMIZER, module_activations, module_flops
 from shardwise.measure.dry import dry_rank, even_routing
-from shardwise.measure.memory import measure_memory
-from shardwise.measure.module_work import OPTIMIZER, module_activations, module_flops
 from shardwise.measure.verify import random_batch
 from shardwise.plan.trainer.work import work
 from shardwise.run import Run

@@ -14,8 +14,8 @@ from shardwise.cli.main import main
 from shardwise.hardware import load_profile
 from shardwise.hardware.engine_facts import FOLDER, engine_facts
 from shardwise.hardware.profile import dump_profile
-from shardwise.measure.bench_serving import CPU, measure_serving
-from shardwise.measure.random_server import served
+from shardwise.measure.bench.random_server import served
+from shardwise.measure.bench.serving import CPU, measure_serving
 from shardwise.measure.serve_load import ready_engine
 from shardwise.plan.serving.plan import plan_serving
 from shardwise.run import read_run

@@ -11,8 +11,8 @@ import cases
 import pytest
 from parallel_pool import RankPool
 
+from shardwise.measure.counts.memory import Storages, parameters_of, unique_bytes
 from shardwise.measure.dry import dry_rank
-from shardwise.measure.memory import Storages, parameters_of, unique_bytes
 from shardwise.model import normal
 from shardwise.run import Run, read_run
 from shardwise.train.step import TrainState

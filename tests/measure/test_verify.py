@@ -20,9 +20,9 @@ from shardwise.cli.entry import hide_deprecations
 from shardwise.cli.machinery import progress
 from shardwise.cli.main import main
 from shardwise.ledger import Work
-from shardwise.measure.rounds import microbatches_to_run
+from shardwise.measure.counts.rounds import microbatches_to_run
 from shardwise.measure.verify import TOLERANCE, Verdict, verify_dry
-from shardwise.model import moe
+from shardwise.model.moe import layer as moe
 from shardwise.parallel import expert
 from shardwise.plan.trainer.tape import Tape
 from shardwise.run import Run, UserError

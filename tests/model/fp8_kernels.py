@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.model.kernels import quantize
 from shardwise.model.kernels.quantize import amax_fused, cast_fused, cast_rows_fused, transpose_fused
-from shardwise.model.quantize import (
+from shardwise.model.quantized.scaled import (
     E4M3,
     E5M2,
     amax_reference,

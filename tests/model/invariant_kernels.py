@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.model.kernels import invariant_attention as kernel
-from shardwise.model.kernels.invariant_gemm import invariant_gemm, invariant_gemm_by_head, invariant_grouped_gemm
-from shardwise.model.kernels.invariant_rows import invariant_logsumexp, invariant_norm
-from shardwise.model.kernels.paged_attention import tiles_of
+from shardwise.model.kernels.attention import invariant as kernel
+from shardwise.model.kernels.attention.paged import tiles_of
+from shardwise.model.kernels.gemm.invariant import invariant_gemm, invariant_gemm_by_head, invariant_grouped_gemm
+from shardwise.model.kernels.gemm.invariant_rows import invariant_logsumexp, invariant_norm
 from shardwise.model.paged import PagedBatch, paged_attention_reference
 
 

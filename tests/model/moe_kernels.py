@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.model import moe
-from shardwise.model.moe import MoE
-from shardwise.model.moe_ops import combine, combine_weighted, dispatch, sort_by_expert, topk_experts
+from shardwise.model.moe import layer as moe
+from shardwise.model.moe.layer import MoE
+from shardwise.model.moe.ops import combine, combine_weighted, dispatch, sort_by_expert, topk_experts
 from shardwise.run import run_from_dict
 
 SLOW = settings(max_examples=5, deadline=None, database=None, derandomize=True)

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.model.kernels.dequantize import dequantize_int4
-from shardwise.model.kernels.fp8_rows import fp8_rows
-from shardwise.model.kernels.skinny_gemm import skinny_gemm_reference
-from shardwise.model.kernels.weight_only_gemm import Shape, weight_only_gemm
-from shardwise.model.kernels.weight_only_tiles import Tile, TileScratch, tiled_gemm
-from shardwise.model.quantize import cast_rows_reference
+from shardwise.model.kernels.gemm.fp8_rows import fp8_rows
+from shardwise.model.kernels.gemm.skinny import skinny_gemm_reference
+from shardwise.model.kernels.gemm.weight_only import Shape, weight_only_gemm
+from shardwise.model.kernels.gemm.weight_only_tiles import Tile, TileScratch, tiled_gemm
 from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.quantized.rounding import round_matrix
+from shardwise.model.quantized.scaled import cast_rows_reference
 from shardwise.run.weights import FORMATS, WeightFormat
 
 FORMS = {**FORMATS, "symmetric": WeightFormat("int4", 128), "small groups": WeightFormat("int4", 32, zeros=True)}

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from shardwise.model import Transformer, initialize
 from shardwise.model.fused import fuse, load_kernels
 from shardwise.model.gemm.decoding import DecodingGemms
-from shardwise.model.kernels.decode_attention import Scratch, decode_attention
+from shardwise.model.kernels.attention.decode import Scratch, decode_attention
+from shardwise.model.kernels.attention.latent import Tile, latent_attention, latent_scratch
+from shardwise.model.kernels.attention.paged import paged_attention, rope_write, tiles_of
+from shardwise.model.kernels.attention.tiles import DecodeTile, PromptTile, prompt_tile
 from shardwise.model.kernels.gated import gated_product
-from shardwise.model.kernels.latent_attention import Tile, latent_attention, latent_scratch
-from shardwise.model.kernels.paged_attention import paged_attention, rope_write, tiles_of
+from shardwise.model.kernels.gemm.skinny import skinny_gemm, skinny_gemm_reference
 from shardwise.model.kernels.rms_norm import rms_norm
 from shardwise.model.kernels.sample import Picking, find_threshold, pick, token_logprob
-from shardwise.model.kernels.skinny_gemm import skinny_gemm, skinny_gemm_reference
-from shardwise.model.kernels.tiles import DecodeTile, PromptTile, prompt_tile
 from shardwise.model.paged import PagedBatch, PagedCache, paged_attention_reference
 from shardwise.model.rope import apply_rope, rope_cos_sin
 from shardwise.run import LayoutConfig, ModelConfig

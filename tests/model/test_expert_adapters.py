@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardwise.model.adapters import LowRank, LowRankExperts, row_lengths
 from shardwise.model.layers import Linear
-from shardwise.model.moe import Experts, RowsOfExperts, ScaledRows, experts_of
+from shardwise.model.moe.layer import Experts, RowsOfExperts, ScaledRows, experts_of
 from shardwise.run import AdapterConfig, ModelConfig
 
 COUNTS = torch.tensor([3, 0, 5])

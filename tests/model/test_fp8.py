@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.data.batches import Batch
-from shardwise.model.fp8 import GEMMS, Fp8Gemm, use_fp8
 from shardwise.model.layers import Linear
-from shardwise.model.quantize import (
+from shardwise.model.quantized.fp8 import GEMMS, Fp8Gemm, use_fp8
+from shardwise.model.quantized.scaled import (
     E4M3,
     E5M2,
     TOP,

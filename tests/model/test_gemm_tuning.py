@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.model.fp8 import scaled_mm
 from shardwise.model.gemm import fp8, tuned
 from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Shape, lies_well
 from shardwise.model.gemm.decoding import DecodingGemms
 from shardwise.model.gemm.experiment import Experiment
-from shardwise.model.kernels import tiles
+from shardwise.model.kernels.attention import tiles
 from shardwise.model.layers import Gemm, Linear
-from shardwise.model.quantize import E4M3, E5M2
+from shardwise.model.quantized.fp8 import scaled_mm
+from shardwise.model.quantized.scaled import E4M3, E5M2
 from shardwise.run import run_from_dict
 from shardwise.run.derive import tunes_gemms
 

@@ -13,7 +13,7 @@ from interpreted_kernels import Interpreter
 
 from shardwise.measure.verify import random_batch
 from shardwise.model import Transformer, initialize
-from shardwise.model.invariant import by_row, linear, make_invariant, token_logprobs
+from shardwise.model.invariant.network import by_row, linear, make_invariant, token_logprobs
 from shardwise.model.varlen import cu_seqlens_of
 from shardwise.run import ModelConfig, UserError, read_run, run_from_dict
 from shardwise.run.derive import derive_model

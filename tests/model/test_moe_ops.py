@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted_kernels import Interpreter
 
-from shardwise.model.moe_ops import has_fused_kernels
-from shardwise.model.router_gemm import in_parts, router_gemm
+from shardwise.model.moe.ops import has_fused_kernels
+from shardwise.model.moe.router_gemm import in_parts, router_gemm
 
 
 @pytest.mark.drawn(group="kernels")

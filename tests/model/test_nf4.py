@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.model.layers import Linear
-from shardwise.model.nf4 import (
+from shardwise.model.quantized.nf4 import (
     NF4,
     NF4Gemm,
     Quantizer,
@@ -17,7 +17,7 @@ from shardwise.model.nf4 import (
     tree_values,
 )
 from shardwise.run import AdapterConfig
-from shardwise.run.adapter_config import NF4_BLOCK
+from shardwise.run.sections.adapter import NF4_BLOCK
 
 CPU = torch.device("cpu")
 

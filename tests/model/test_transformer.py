@@ -12,7 +12,7 @@ from shardwise.data.batches import IGNORE_INDEX
 from shardwise.model import Transformer, initialize
 from shardwise.model.attention import DotProductAttention, attention_mask
 from shardwise.model.initialize import draw
-from shardwise.model.moe import MoE, Router
+from shardwise.model.moe.layer import MoE, Router
 from shardwise.model.rope import rope_cos_sin, rope_frequencies
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model

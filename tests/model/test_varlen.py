@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.measure.work import varlen_pairs
+from shardwise.measure.counts.work import varlen_pairs
 from shardwise.model.attention import MaskBuilder, attention_mask
 from shardwise.model.transformer import Transformer
 from shardwise.model.varlen import VarlenMask, cu_seqlens_of, dense_mask, varlen_attention

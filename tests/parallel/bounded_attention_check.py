@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.model.kernels.bounded_attention import (
+from shardwise.model.kernels.attention.bounded import (
     bounded_attention,
     bounded_attention_backward,
     whole_attention,

@@ -13,7 +13,7 @@ import cases
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.run import Run, UserError
 from shardwise.run.derive import compiles
-from shardwise.run.objective_config import FACTS
+from shardwise.run.sections.objective import FACTS
 
 Drawn = tuple[str, dict[str, Any], dict[str, Any]]
 Pair = tuple[str, str]

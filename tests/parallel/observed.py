@@ -24,11 +24,11 @@ from schedule_check import check
 from torch import Tensor
 
 from shardwise.measure import verify
-from shardwise.measure.memory import measured_memory
-from shardwise.measure.traffic import Traffic, TrafficCounter
+from shardwise.measure.counts.memory import measured_memory
+from shardwise.measure.counts.traffic import Traffic, TrafficCounter
 from shardwise.measure.verify import TOLERANCE, Verdict, counted, planned, random_batch
 from shardwise.model.initialize import draw
-from shardwise.model.moe import MoE, Router
+from shardwise.model.moe.layer import MoE, Router
 from shardwise.model.transformer import Block
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.plan.trainer.state import activations, gathered, peak_gradients, saved_activations, state_bytes

@@ -12,7 +12,7 @@ import torch
 from parallel_pool import RankPool
 
 from shardwise.measure.verify import TOLERANCE, verify_rank
-from shardwise.parallel import quantized_activations
+from shardwise.parallel.activations import quantized as quantized_activations
 from shardwise.run import Run
 from shardwise.run.saved_tensors import GROUP, quantized_bytes
 from shardwise.train.step import TrainState

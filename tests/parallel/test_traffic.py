@@ -12,7 +12,7 @@ import torch.distributed as dist
 from parallel_pool import RankPool
 from torch import Tensor
 
-from shardwise.measure.traffic import Traffic, TrafficCounter
+from shardwise.measure.counts.traffic import Traffic, TrafficCounter
 from shardwise.parallel import context
 from shardwise.parallel.blockwise import BlockMask, Bounds, attend_block, attend_block_backward
 

@@ -1,7 +1,8 @@
 """Every layout of a small job, listed one by one and planned in full: what a search is held to.
 
-Nothing of `plan/search/` is used. A layout is in the list when it breaks no rule of `run/check.py` and its choices are those that a
-search has: powers of two as microbatch, every divisor of the devices as an axis. A choice that makes no difference is taken once.
+Nothing of `plan/search/` is used. A layout is in the list when it breaks no rule of `run/rules/check.py` and its choices are
+those that a search has: powers of two as microbatch, every divisor of the devices as an axis. A choice that makes no
+difference is taken once.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from shardwise.plan.time.goodput import data_stall
 from shardwise.plan.time.step import prepare, step_times
 from shardwise.plan.trainer.memory import memory_of
 from shardwise.run import Run, run_from_dict
-from shardwise.run.check import broken_rules
 from shardwise.run.derive import compiles, planned_on_gpu
+from shardwise.run.rules.check import broken_rules
 
 AXES = ("replicate", "shard", "context", "tensor", "pipeline")
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v", "gpipe", "breadth-first")

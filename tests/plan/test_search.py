@@ -25,7 +25,7 @@ from shardwise.plan.time.step import prepare, step_time
 from shardwise.plan.trainer.memory import memory_of
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run import LayoutConfig, Run, UserError, run_from_dict, to_dict
-from shardwise.run.check import batch_rules, broken_rules
+from shardwise.run.rules.check import batch_rules, broken_rules
 from shardwise.schedules import SCHEDULES, Cost, make_schedule, peak_activations, time
 
 

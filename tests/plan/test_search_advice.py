@@ -15,7 +15,7 @@ from shardwise.plan.plan import plan
 from shardwise.plan.search import search
 from shardwise.plan.search.advice import _changed, change_that_fits, sentence
 from shardwise.run import Run, run_from_dict
-from shardwise.run.check import broken_rules
+from shardwise.run.rules.check import broken_rules
 
 TOLD = re.compile(
     r"(?P<wrong>does not fit|no faster|slower|does not fit and no faster|does not fit and slower)?(?:: )?"

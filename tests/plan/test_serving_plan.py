@@ -22,7 +22,7 @@ from shardwise.plan.serving.play import Place, play, requests_of, step_sizes
 from shardwise.plan.serving.pool import serving_memory
 from shardwise.plan.serving.step_time import Spent, StepTime
 from shardwise.run import Run, UserError, read_planned, read_run
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.schedules.serving.sequence import Step
 
 LOAD = ["serve.concurrency=16", "serve.requests=40", "serve.input_tokens=U(20,400)", "serve.output_tokens=U(2,60)"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engines import FAMILIES, VOCAB, engine_of, expected, tokens_of
 
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.serve.request import Request, Sampling
 from shardwise.serve.stats import Stats
 

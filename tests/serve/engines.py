@@ -13,7 +13,7 @@ import torch
 from shardwise.model import Transformer, initialize
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.serve.engine import Engine
 from shardwise.serve.request import Output, Request
 from shardwise.serve.runner import Launched, Recorded, Row, Runner

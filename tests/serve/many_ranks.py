@@ -13,7 +13,7 @@ from shardwise.hardware import CHIPS
 from shardwise.parallel.inference import Peers, build_share
 from shardwise.plan.serving.pool import served_layers, stage_memory, weight_bytes
 from shardwise.run import LayoutConfig, Run
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.serve.many import taking_part
 from shardwise.serve.runner import Runner
 

@@ -14,7 +14,7 @@ from drawn_schedules import TOKENS, check_schedule
 from engines import FAMILIES, VOCAB, answers, engine_of, expected, tokens_of
 
 from shardwise.run import UserError
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.serve.request import Request, Sampling
 
 SCHEDULES, LARGE = 60, 1_000

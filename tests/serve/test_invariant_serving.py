@@ -17,9 +17,9 @@ from torch import Tensor
 from shardwise.checkpoint.weights import load_model
 from shardwise.cli.main import main
 from shardwise.model import Transformer
-from shardwise.model.invariant import make_invariant, token_logprobs
+from shardwise.model.invariant.network import make_invariant, token_logprobs
 from shardwise.run import UserError, read_served, run_from_dict
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.serve.engine import Engine, make_engine
 from shardwise.serve.request import Logprob, Output, Request, Sampling
 from shardwise.serve.runner import Runner

@@ -17,7 +17,7 @@ from shardwise.model.quantized.rounding import round_matrix
 from shardwise.plan.serving.plan import plan_serving
 from shardwise.plan.serving.pool import weight_bytes
 from shardwise.run import UserError, read_run
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.run.weights import FORMATS, SMOOTHED
 from shardwise.serve.engine import Engine, make_engine
 from shardwise.serve.request import Request, Sampling

@@ -10,7 +10,7 @@ import pytest
 from engines import answers, engine_of, expected, tokens_of
 
 from shardwise.run import UserError
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.serve.engine import Engine
 from shardwise.serve.replicas import Replicas, answer_requests, in_process
 from shardwise.serve.request import Request, Sampling

@@ -16,7 +16,7 @@ from engines import engine_of, expected
 from fake_engine import FakeEngine
 from running import Running, model_of, running
 
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.serve.load.client import Address, Connection
 from shardwise.serve.server.limits import Limits
 

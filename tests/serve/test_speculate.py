@@ -14,8 +14,8 @@ import pytest
 import torch
 from engines import FAMILIES, answers, engine_of, expected, model_of, tokens_of
 
-from shardwise.model.invariant import make_invariant
-from shardwise.run.serve_config import ServeConfig
+from shardwise.model.invariant.network import make_invariant
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.serve.engine import Engine
 from shardwise.serve.request import Output, Request, Sampling
 from shardwise.serve.runner import Runner

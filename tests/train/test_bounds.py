@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shardwise.data.batches import Batch
+from shardwise.measure.counts.work import WorkCounter
 from shardwise.measure.verify import random_batch
-from shardwise.measure.work import WorkCounter
 from shardwise.parallel import apply
 from shardwise.run import Run, run_from_dict
 from shardwise.train import microbatches

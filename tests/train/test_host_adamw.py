@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.ledger import Memory
-from shardwise.measure.memory import measure_memory
+from shardwise.measure.counts.memory import measure_memory
 from shardwise.measure.verify import random_batch
 from shardwise.plan.plan import plan
 from shardwise.plan.trainer.state import hosted, state_bytes

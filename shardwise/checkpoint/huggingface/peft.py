@@ -37,8 +37,8 @@ from shardwise.checkpoint.weights import compare_shapes
 from shardwise.checkpoint.writer import Entry, write_weights
 from shardwise.files import write_atomically
 from shardwise.run import AdapterConfig, ModelConfig, Problem, Run, UserError, read_run, run_from_dict, to_dict
-from shardwise.run.adapter_config import MATRICES
 from shardwise.run.parameters import HEAD, factors_of, layer_parameters, magnitude_of
+from shardwise.run.sections.adapter import MATRICES
 from shardwise.run.write import sections_to_toml
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

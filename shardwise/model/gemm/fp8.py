@@ -1,4 +1,4 @@
-"""fp8 GEMMs by the algorithm tuned for their shape, where each operand has one scale. `scaled_mm` of `model/fp8.py` is the
+"""fp8 GEMMs by the algorithm tuned for their shape, where each operand has one scale. `scaled_mm` of `quantized/fp8.py` is the
 reference, and gives the same numbers to the last bit."""
 
 from __future__ import annotations
@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.model.fp8 import scaled_mm
 from shardwise.model.gemm.tuned import multiply_into, worth_tuning
+from shardwise.model.quantized.fp8 import scaled_mm
 
 
 @torch.library.custom_op(

@@ -1,4 +1,4 @@
-"""A matrix of 4-bit NormalFloat, with scales in 8 bits or as they are, as numbers that a GEMM takes. `model/nf4.py` has the
+"""A matrix of 4-bit NormalFloat, with scales in 8 bits or as they are, as numbers that a GEMM takes. `quantized/nf4.py` has the
 reference."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.run.adapter_config import NF4_BLOCK, NF4_SCALES
+from shardwise.run.sections.adapter import NF4_BLOCK, NF4_SCALES
 
 
 @triton.jit

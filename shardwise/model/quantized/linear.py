@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.model.layers import Gemm
-from shardwise.model.quantize import E4M3, cast_rows_reference
 from shardwise.model.quantized.matrix import QuantizedMatrix
+from shardwise.model.quantized.scaled import E4M3, cast_rows_reference
 from shardwise.torch_private import int_mm, scaled_mm
 
 if TYPE_CHECKING:
-    from shardwise.model.kernels.weight_only_tiles import TileScratch
+    from shardwise.model.kernels.gemm.weight_only_tiles import TileScratch
 
 MOST_TILED = {"int4": 64, "int8": 256, "fp8": 64}
 """Rows up to which packed weights are multiplied as they are read; with more, both sides in 8 bits, or an unpacked matrix, are
@@ -74,9 +74,9 @@ class QuantizedGemm(Gemm):
         if not (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)):
             made = quantized_linear_reference(_normed(x, norm), matrix)
             return _finished(made, residual, gated)
-        from shardwise.model.kernels.int4_rows import int4_rows, takes
-        from shardwise.model.kernels.weight_only_gemm import MOST_ROWS, weight_only_gemm
-        from shardwise.model.kernels.weight_only_tiles import LEAST_GROUP, tiled_gemm
+        from shardwise.model.kernels.gemm.int4_rows import int4_rows, takes
+        from shardwise.model.kernels.gemm.weight_only import MOST_ROWS, weight_only_gemm
+        from shardwise.model.kernels.gemm.weight_only_tiles import LEAST_GROUP, tiled_gemm
 
         whole = matrix.form.activations != "int8"
         if kind == "int4" and matrix.order is None and takes(x, matrix.packed, matrix.scale):
@@ -111,8 +111,8 @@ class QuantizedGemm(Gemm):
         gated: str,
     ) -> Tensor:
         """Rows rounded to fp8 on the way, and fp8 on both sides."""
-        from shardwise.model.kernels.fp8_rows import fp8_rows
-        from shardwise.model.kernels.weight_only_tiles import tiled_gemm
+        from shardwise.model.kernels.gemm.fp8_rows import fp8_rows
+        from shardwise.model.kernels.gemm.weight_only_tiles import tiled_gemm
 
         values, scale = fp8_rows(x, norm)
         if not _multiplies_fp8(len(x), matrix):
@@ -134,13 +134,13 @@ class QuantizedGemm(Gemm):
         many = all(each.form.activations == "fp8" and _multiplies_fp8(len(x), each) for each in (gate_up, down))
         if not (many and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)):
             return self.fused(self.fused(x, gate_up, norm, None, gated), down, None, residual)
-        from shardwise.model.kernels.fp8_rows import fp8_rows
+        from shardwise.model.kernels.gemm.fp8_rows import fp8_rows
 
         made = _fp8_gemm(*fp8_rows(x, norm), gate_up, x.dtype)
         return _finished(_fp8_gemm(*fp8_rows(made, gated=gated), down, x.dtype), residual, "")
 
     def _room(self, x: Tensor) -> TileScratch:
-        from shardwise.model.kernels.weight_only_tiles import TileScratch
+        from shardwise.model.kernels.gemm.weight_only_tiles import TileScratch
 
         if self._scratch is None:
             self._scratch = TileScratch(x.device)

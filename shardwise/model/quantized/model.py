@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.layers import Linear
-from shardwise.model.moe import Experts, ReadCounts, grouped_linear, read_counts
+from shardwise.model.moe.layer import Experts, ReadCounts, grouped_linear, read_counts
 from shardwise.model.quantized.linear import QuantizedGemm, rounded_rows
 from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.quantized.rounding import round_matrix

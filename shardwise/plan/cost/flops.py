@@ -12,8 +12,8 @@ from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
 from shardwise.run import AdapterConfig, LayoutConfig, ModelConfig, Run
-from shardwise.run.adapter_config import NO_ADAPTER
 from shardwise.run.parameters import first_parameters, last_parameters, layer_parameters
+from shardwise.run.sections.adapter import NO_ADAPTER
 from shardwise.schedules import split_layers
 
 CONVENTION = "model FLOPs: causal attention, head in, embedding lookup out, recomputation out"

@@ -14,7 +14,6 @@ from shardwise.hardware import Cluster, find_chip, load_profile, make_cluster
 from shardwise.plan.cost.flops import forward_flops, frozen_width, learned_share, stage_counts
 from shardwise.plan.cost.frameworks import FRAMEWORKS, Framework
 from shardwise.run import AdapterConfig, LayoutConfig, MemoryConfig, ModelConfig, Problem, Run, UserError
-from shardwise.run.adapter_config import NO_ADAPTER
 from shardwise.run.derive import (
     CHUNK_BYTES,
     chunk_bytes,
@@ -25,8 +24,9 @@ from shardwise.run.derive import (
     planned_on_gpu,
     replays,
 )
-from shardwise.run.memory_config import ALL_ON_DEVICE
-from shardwise.run.objective_config import FACTS, facts_of
+from shardwise.run.sections.adapter import NO_ADAPTER
+from shardwise.run.sections.memory import ALL_ON_DEVICE
+from shardwise.run.sections.objective import FACTS, facts_of
 from shardwise.run.teacher import teacher_model
 
 Number = Any

@@ -25,7 +25,7 @@ from shardwise.plan.cost.ops import ByPass, Op, OpList, regroups_tensor, span
 from shardwise.run.saved_tensors import GROUP, quantized_bytes, quantized_tensors
 
 PACK, UNPACK = 150.0, 30.0
-"""Bytes read and written to quantize and dequantize a value, about, as `parallel/quantized_activations.py` is written."""
+"""Bytes read and written to quantize and dequantize a value, about, as `parallel/activations/quantized.py` is written."""
 CHUNKED_BYTES = 6.0
 """Moved for each 16-bit logit of a chunked loss besides its GEMMs: read for the sum, read and written as a gradient."""
 

@@ -19,7 +19,7 @@ from shardwise.plan.time.step import prepare, step_time
 from shardwise.plan.trainer.memory import memory_of, memory_that_fits
 from shardwise.run import Problem, Run, UserError, counted
 from shardwise.run.axes import LOOPED
-from shardwise.run.check import broken_rules
+from shardwise.run.rules.check import broken_rules
 
 MOST_DEVICES = 200_000
 LEANEST = 8

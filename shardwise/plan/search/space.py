@@ -1,7 +1,7 @@
 """Every layout a job may take: which sizes and choices are legal together, and the list of them all.
 
-The rules are those of `run/check.py`, read with arrays in the place of sizes, one entry a layout. A choice that changes nothing is
-listed once: a pipeline of one rank has one schedule, a sequence that is not cut has one context method.
+The rules are those of `run/rules/check.py`, read with arrays in the place of sizes, one entry a layout. A choice that changes
+nothing is listed once: a pipeline of one rank has one schedule, a sequence that is not cut has one context method.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 
 from shardwise.run import AXES, LayoutConfig, Run
 from shardwise.run.axes import ASYNCHRONOUS, LOOPED, SPLIT_BACKWARD, V_SHAPED
-from shardwise.run.check import batch_rules, fp8_rules, layout_rules
-from shardwise.run.rule import Rule
+from shardwise.run.rules.check import batch_rules, fp8_rules, layout_rules
+from shardwise.run.rules.rule import Rule
 
 Array = Any  # of whole numbers, one entry a layout
 
@@ -75,7 +75,7 @@ def divisors(number: int) -> list[int]:
 
 
 def legal(run: Run, *more: Iterable[Rule]) -> Array:
-    """Which layouts keep the rules of `run/check.py` on network and layout, and `more`. Sizes of the run's layout may be arrays."""
+    """Which layouts keep the rules of `run/rules/check.py` on network and layout, and `more`. Sizes of the layout may be arrays."""
     return np.logical_not(reduce(or_, (rule.broken for rule in chain(layout_rules(run), fp8_rules(run), *more))))
 
 

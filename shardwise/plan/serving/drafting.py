@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 from shardwise.plan.serving.step_time import StepTime
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.schedules.serving import Sequence, Step
 
 

@@ -23,8 +23,8 @@ from shardwise.plan.serving.pool import ServingMemory, draft_run, host_pages, kv
 from shardwise.plan.serving.served import ServedLoad
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.run import AXES, Problem, Run, UserError
-from shardwise.run.check import serving_rules
 from shardwise.run.draft import drafts
+from shardwise.run.rules.check import serving_rules
 from shardwise.run.weights import BYTES, bytes_a_weight
 from shardwise.run.weights import FORMATS as REDUCED
 from shardwise.schedules.serving.figures import LoadFigures

@@ -16,7 +16,7 @@ from shardwise.plan.serving.drafting import Speculation
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.run.lengths import parse_lengths
 from shardwise.run.load import Asked, draw_load
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.schedules.serving import PagePool, Scheduler, Sequence, Settings
 from shardwise.schedules.serving.figures import TOO_LONG, Limits, LoadFigures, Made
 from shardwise.schedules.serving.sequence import Step

@@ -1,4 +1,4 @@
-"""What a rank of a BPipe pipeline hands to its partner and gives back to it (`parallel/handover.py`)."""
+"""What a rank of a BPipe pipeline hands to its partner and gives back to it (`parallel/activations/handover.py`)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from shardwise.plan.trainer.rank import PlannedRank, planned_rank
 from shardwise.plan.trainer.traffic import first_ranks
 from shardwise.run import Run
 from shardwise.run.derive import chunks_loss, compiles, planned_on_gpu
-from shardwise.run.objective_config import FACTS
+from shardwise.run.sections.objective import FACTS
 
 
 def memory_of(run: Run, job: Job) -> Memory:

@@ -12,12 +12,12 @@ from functools import cached_property, lru_cache
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.plan.trainer.budgeted import recomputed
 from shardwise.run import Run
-from shardwise.run.adapter_config import AdapterConfig
 from shardwise.run.axes import SPLIT_BACKWARD, V_SHAPED
 from shardwise.run.coordinates import RankCoordinates
 from shardwise.run.derive import chunks_loss, keeps_compute_copies, planned_on_gpu, shard_dim, uses_fp8_all_gather
-from shardwise.run.objective_config import FACTS, ObjectiveFacts, facts_of, targets_of
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters, shard_length
+from shardwise.run.sections.adapter import AdapterConfig
+from shardwise.run.sections.objective import FACTS, ObjectiveFacts, facts_of, targets_of
 from shardwise.run.teacher import teacher_run
 from shardwise.schedules import PASSES, Schedule, cached_schedule, fewer_rounds
 

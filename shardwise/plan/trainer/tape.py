@@ -23,17 +23,18 @@ class Tape:
     parameters: Mapping[str, PlannedParameter] = field(default_factory=dict)
     """Of the present layer."""
     quantized: tuple[str, int] = ("", 0)
-    """The tensor that was quantised last, and how many were before: GEMMs in a row quantise their input once (`model/fp8.py`)."""
+    """The tensor that was quantised last, and how many were before: GEMMs in a row quantise their input once
+    (`model/quantized/fp8.py`)."""
     recomputed: frozenset[str] = frozenset()
     """Parts of the present layer that are recomputed in the backward pass."""
     shards: dict[str, str] = field(default_factory=dict)
-    """Of sequences gathered from tensor ranks, what is saved in their place (`parallel/saving.py`)."""
+    """Of sequences gathered from tensor ranks, what is saved in their place (`parallel/activations/saving.py`)."""
     made: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of rematerialized tensors, their inputs (`parallel/rematerialize.py`)."""
+    """Of rematerialized tensors, their inputs (`parallel/activations/rematerialize.py`)."""
     away: dict[str, int | Fraction] = field(default_factory=dict)
-    """Bytes of tensors that wait elsewhere than on the device (`parallel/swap.py`), if they are saved."""
+    """Bytes of tensors that wait elsewhere than on the device (`parallel/activations/swap.py`), if they are saved."""
     few_bits: frozenset[str] = frozenset()
-    """Tensors of the present layer that are kept in few bits (`parallel/quantized_activations.py`)."""
+    """Tensors of the present layer that are kept in few bits (`parallel/activations/quantized.py`)."""
     prefix: str = ""
     discarding: bool = False
 
@@ -44,12 +45,12 @@ class Tape:
 
     @property
     def fused_dispatch(self) -> bool:
-        """Whether kernels put rows in the order of their experts (`model/moe_ops.py`)."""
+        """Whether kernels put rows in the order of their experts (`model/moe/ops.py`)."""
         return self.planned.fused and self.planned.width < 8
 
     @property
     def fused_gemms(self) -> bool:
-        """Whether routers have their own GEMM, and experts a grouped one (`model/router_gemm.py`, `model/moe.py`)."""
+        """Whether routers have their own GEMM, and experts a grouped one (`model/moe/router_gemm.py`, `model/moe/layer.py`)."""
         return self.planned.fused and self.planned.run.train.dtype == "bfloat16"
 
     @property

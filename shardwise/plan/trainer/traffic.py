@@ -263,7 +263,8 @@ def row_lengths(wire: Wire, moe: bool, name: str, times: Times) -> None:
 
 
 def gathered_again(wire: Wire, calls: int, moe: bool, part: str, *, recomputed: bool = False) -> None:
-    """`saving.py`: the input of a part's matrices gathered once more in the backward pass, if any of them needs it as it is."""
+    """The input of a part's matrices gathered once more in the backward pass, if any of them needs it as it is
+    (`parallel/activations/saving.py`)."""
     planned = wire.planned
     if wire.forward_only:
         return

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Protocol
 
-from shardwise.run.serve_config import ServeConfig
+from shardwise.run.sections.serve import ServeConfig
 from shardwise.schedules.serving import Sequence, Step
 from shardwise.serve.request import Sampling
 from shardwise.serve.speculate.ngram import NgramDrafter

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shardwise.data.batches import Batch
-from shardwise.model.moe import Router
+from shardwise.model.moe.layer import Router
 from shardwise.parallel.apply import Parallel
 from shardwise.parallel.local_parameter import local
 from shardwise.parallel.mesh import Mesh

@@ -19,7 +19,7 @@ from shardwise.model.logprobs import IGNORE_INDEX
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch
 from shardwise.run import Run
-from shardwise.run.objective_config import targets_of
+from shardwise.run.sections.objective import targets_of
 from shardwise.train.objectives.orpo import log1mexp
 from shardwise.train.objectives.sft import SFT
 

@@ -14,7 +14,7 @@ from shardwise.data.batches import Batch
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.run import Run
-from shardwise.run.objective_config import FACTS
+from shardwise.run.sections.objective import FACTS
 
 
 class TrainObjective(Objective):

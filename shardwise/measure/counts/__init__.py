@@ -1,0 +1,1 @@
+"""Counts what a rank computes, holds and sends, as it does so."""

@@ -1,0 +1,1 @@
+"""Results that do not depend on what else is in the batch."""

@@ -1,0 +1,119 @@
+"""Attention whose bits for a token depend on its sequence up to it alone, over pages as a server keeps them and over documents as
+they are trained on: the same functions, since the rows of a tensor are pages of one token each.
+
+On a CPU all is fixed by the position of a token: a block is `ROWS` positions from a multiple of `ROWS` on, its keys all from the
+first to the last of the block, and whatever of it is not there is zero. So a token meets operators with the same shape, at the
+same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.model.invariant.ordinary_gradient import with_ordinary_gradient
+from shardwise.model.varlen import Mask, VarlenMask, cu_seqlens_of, varlen_attention, varlen_attention_reference
+
+ROWS = 16
+"""Positions of a block on a CPU."""
+
+
+class InvariantMaskBuilder(nn.Module):
+    """Masks as `attend_documents` takes them: where documents begin, and the window."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, queries: int, documents: Tensor | None, keys: int, device: torch.device) -> VarlenMask:
+        if documents is not None and documents.dim() == 2:
+            documents = torch.from_numpy(cu_seqlens_of(documents.cpu().numpy())).to(device)
+        return VarlenMask(documents, self.window)
+
+
+def attend_documents(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    """Attention of heads [rows, length, heads, width] inside of documents. Gradients come from flash attention where it takes such
+    heads."""
+    assert isinstance(mask, VarlenMask), "an invariant network's masks are those of `InvariantMaskBuilder`"
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows, length = q.shape[:2]
+        total = rows * length
+        # The page of the n-th token of a document that begins at row s is row s + n, so tables of pages overlap.
+        pages = torch.arange(total + 1 + length, dtype=torch.int32, device=q.device).clamp(max=total - 1)
+        table = pages.as_strided((total + 1, length), (1, 1))
+        keys, values = (x.flatten(0, 1)[:, :, None] for x in (k, v))
+        given = mask.cu_seqlens
+        if q.is_cuda:
+            each = torch.arange(0, total + 1, length, dtype=torch.int32, device=q.device)
+            bounds = each if given is None else given
+            made = _on_device(q.flatten(0, 1), keys, values, table, bounds, length, scale, mask.window)
+        else:
+            begins = list(range(0, total + 1, length)) if given is None else given.tolist()
+            counts = [stop - begin for begin, stop in pairwise(begins)]
+            where = (table, begins[:-1], [0] * len(counts), counts)
+            made = attend_blocks(q.flatten(0, 1), keys, values, *where, scale, mask.window)
+        return made.unflatten(0, (rows, length))
+
+    def ordinary(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        flash = q.is_cuda and q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+        return (varlen_attention if flash else varlen_attention_reference)(q, k, v, mask, scale)
+
+    return with_ordinary_gradient(exact, ordinary, q, k, v)
+
+
+def _on_device(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, bounds: Tensor, longest: int, scale: float, window: int
+) -> Tensor:  # fmt: skip
+    """The kernel, for documents whose lengths the host does not know."""
+    from shardwise.model.kernels.attention.invariant import invariant_attention, tokens_of_tile
+    from shardwise.model.kernels.gemm.invariant import grouped_tiles
+
+    token = torch.arange(len(q), dtype=torch.int32, device=q.device)
+    document = torch.searchsorted(bounds, token, right=True) - 1
+    each = tokens_of_tile(q.shape[1], keys.shape[1], q.shape[2])
+    tiles = grouped_tiles(bounds.diff(), each, len(q) // each + len(bounds) - 1)
+    tiles = torch.stack((tiles[:, 0], tiles[:, 1] - bounds[tiles[:, 0].long()]), dim=1)
+    positions = token - bounds[document]
+    where = (table, bounds[:-1], torch.zeros_like(bounds[:-1]), bounds, tiles.flatten(), positions)
+    return invariant_attention(q, keys, values, *where, longest, scale, window)
+
+
+def attend_blocks(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, slots: Sequence[int], starts: Sequence[int],
+    counts: Sequence[int], scale: float, window: int,
+) -> Tensor:  # fmt: skip
+    """Attention of new tokens [tokens, heads, width] of several sequences, `counts` of each, whose keys and values are in their
+    pages. A sequence has `starts` tokens more, and row `slots` of the table says which pages."""
+    out = q.new_empty(*q.shape[:2], values.shape[-1])
+    page_tokens, done = keys.shape[2], 0
+    for slot, start, count in zip(slots, starts, counts, strict=True):
+        at = start
+        while at < start + count:
+            first = at // ROWS * ROWS
+            stop = min(first + ROWS, start + count)
+            new, key = slice(done, done + stop - at), torch.arange(first + ROWS)
+            position = key[first:, None]
+            pages = table[slot, (key // page_tokens).clamp(max=(stop - 1) // page_tokens)].long().clamp(min=0)
+            there = key < stop
+            if window:
+                there &= at - key < window
+            # What no one sees may be anything, also no number, and nothing times that is not nothing.
+            k, v = (
+                torch.where(there[:, None, None], x[pages, :, key % page_tokens].to(q.dtype), 0) for x in (keys, values)
+            )
+            seen = key <= position
+            if window:
+                seen &= position - key < window
+            queries = q.new_zeros(ROWS, *q.shape[1:])
+            queries[at - first : stop - first] = q[new]
+            grouped = k.shape[1] != q.shape[1]
+            queries, k, v = (x.transpose(0, 1)[None] for x in (queries, k, v))
+            made = F.scaled_dot_product_attention(queries, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped)
+            out[new] = made[0, :, at - first : stop - first].transpose(0, 1)
+            done, at = new.stop, stop
+    return out

@@ -1,0 +1,1 @@
+"""GEMM kernels for few rows, for quantized weights, and batch-invariant ones."""

@@ -1,0 +1,331 @@
+"""Mixture of experts (MoE): a router sends each token to its top-k feed-forward layers. No token is dropped, unless a capacity is
+set; then a choice whose expert is full has weight zero.
+
+Dispatch lays tokens in the order of their experts, each expert works on contiguous rows, and combine brings the results back by
+the inverse order: permutations only, so that sums, and with them two runs, are identical to the bit. On a GPU kernels dispatch and
+combine (`ops.py`) and one grouped GEMM does all experts, so that the host never waits for the choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.model.layers import FeedForward, at_least_float32, gated
+from shardwise.model.moe.ops import combine_weighted, dispatch, has_fused_kernels, sort_by_expert, topk_experts
+from shardwise.model.moe.router_gemm import multiplies, router_gemm
+from shardwise.run import ModelConfig
+from shardwise.run.derive import expert_capacity
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Tokens [batch, sequence, hidden] times the router's matrix [experts, hidden], in float32 or higher."""
+    if multiplies(x):
+        return router_gemm(x.flatten(0, 1), weight.mT).unflatten(0, x.shape[:2])
+    upcast = at_least_float32(x)
+    return F.linear(upcast, weight.to(upcast.dtype))
+
+
+def scores_of(function: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    """Softmax or sigmoid of logits."""
+    return function(logits)
+
+
+def total_of(x: Tensor) -> Tensor:
+    """The sum of the last dimension, which stays."""
+    return x.sum(-1, keepdim=True)
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and picks the best k. The functions `multiply`, `scores` and `total` compute it: others
+    may be put in their place.
+
+    Softmax as in Mixtral, or sigmoid with a selection bias as in DeepSeek-V3 (2024, section 2.1.2): the bias decides who is
+    chosen but not with what weight, and is moved after each step towards even load, outside of the gradient.
+    """
+
+    bias: Tensor
+    load: Tensor
+    multiply: Callable[[Tensor, Tensor], Tensor] = staticmethod(router_logits)
+    scores: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = staticmethod(scores_of)
+    total: Callable[[Tensor], Tensor] = staticmethod(total_of)
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
+        if config.router == "sigmoid":
+            self.register_buffer("bias", torch.zeros(config.experts))
+        # Tokens each expert was given since the last `rebalance`; not counted while a forward pass is recomputed.
+        self.register_buffer("load", torch.zeros(config.experts), persistent=False)
+        self.counting = True
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [batch, sequence, hidden] to weights and experts [batch, sequence, k], and the two auxiliary losses.
+
+        The auxiliary losses are sums over tokens: the sequence-wise balance loss (DeepSeek-V3, eq. 17 to 20) and the
+        squared log-partition of the logits (Zoph et al. 2022, eq. 5).
+        """
+        c = self.config
+        logits = self.multiply(x, self.weight)
+        if c.router == "sigmoid":
+            scores = self.scores(torch.sigmoid, logits)
+            choice = scores + self.bias.to(scores.dtype)
+            probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        else:
+            scores = choice = probabilities = self.scores(partial(torch.softmax, dim=-1), logits)
+        if c.router_groups > 1:
+            choice = self._within_best_groups(choice)
+        if has_fused_kernels(choice):
+            chosen = topk_experts(choice.detach(), c.experts_per_token)
+        else:
+            chosen = choice.topk(c.experts_per_token, dim=-1, sorted=False).indices
+        weights = scores.gather(-1, chosen)
+        if c.router_normalize:
+            weights = weights / (self.total(weights) + 1e-20)
+        if c.expert_capacity:
+            weights = weights * self.within_capacity(chosen)
+        counts = torch.zeros_like(scores).scatter_(-1, chosen, 1.0).sum(dim=1)
+        if self.counting and self.training:
+            self.load += counts.sum(dim=0).to(self.load.dtype)
+        counts, probabilities, length = self.over_sequence(counts, probabilities.sum(dim=1), x.shape[1])
+        balance = (counts * probabilities).sum() * (c.experts / (c.experts_per_token * length))
+        z = logits.logsumexp(dim=-1).square().sum()
+        return weights * c.router_scale, chosen, torch.stack((balance, z))
+
+    def over_sequence(self, counts: Tensor, probabilities: Tensor, length: int) -> tuple[Tensor, Tensor, int]:
+        """Sums over this rank's tokens [batch, experts] as sums over whole sequences, and their length."""
+        return counts, probabilities, length
+
+    def within_capacity(self, chosen: Tensor) -> Tensor:
+        """Which choices [batch, sequence, k] an expert still has room for, the earliest tokens of a sequence first."""
+        c = self.config
+        capacity = expert_capacity(c, chosen.shape[1])
+        taken = F.one_hot(chosen.flatten(1), c.experts).cumsum(dim=1)
+        place = taken.gather(-1, chosen.flatten(1)[..., None])[..., 0]
+        return (place <= capacity).view_as(chosen)
+
+    def _within_best_groups(self, choice: Tensor) -> Tensor:
+        """Only experts in the groups whose two best scores add up highest stay eligible (DeepSeek-V3's node limit)."""
+        c = self.config
+        by_group = choice.unflatten(-1, (c.router_groups, -1))
+        best = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
+        chosen = best.topk(c.router_top_groups, dim=-1).indices
+        eligible = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, chosen, True)
+        return by_group.masked_fill(~eligible[..., None], float("-inf")).flatten(-2)
+
+    @torch.no_grad()
+    def rebalance(self, rate: float) -> None:
+        """Move the selection bias by `rate` towards the experts that got less than the mean, and count anew."""
+        if self.config.router == "sigmoid" and rate:
+            self.bias += rate * torch.sign(self.load.mean() - self.load)
+        self.load.zero_()
+
+
+ReadCounts = Callable[[Tensor, int], list[list[int]]]
+
+
+def read_counts(counts: Tensor, total: int) -> list[list[int]]:
+    """Rows of counts that each add up to `total`, as integers the host can cut tensors and messages by; it waits for the device."""
+    return counts.tolist()
+
+
+def uses_grouped_gemm(x: Tensor, weight: Tensor) -> bool:
+    """Whether one kernel multiplies the rows of all experts; it wants matrices whose rows are multiples of 16 bytes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+
+
+def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows of `x`, each expert's up to its end (int32), times that expert's matrix [out, in]. What is beyond the last end is
+    not computed. Neither the GEMM nor its gradients copy the matrices: all of them take either order of storage."""
+    return F.grouped_mm(x, weight.to(x.dtype).transpose(-2, -1), offs=ends)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, read: ReadCounts = read_counts) -> Tensor:
+    """Rows of `x`, `counts[e]` of them for each expert in turn, times that expert's matrix [out, in]."""
+    if uses_grouped_gemm(x, weight):
+        return grouped_gemm(x, weight, counts.cumsum(0, dtype=torch.int32))
+    sizes = read(counts[None], len(x))[0]
+    if sum(sizes) < len(x):  # the rest belongs to no expert
+        x = x[: sum(sizes)]
+    by_expert = zip(x.split(sizes), weight.to(x.dtype).unbind(), strict=True)
+    return torch.cat([F.linear(rows, matrix) for rows, matrix in by_expert])
+
+
+class RowsOfExperts(NamedTuple):
+    """What is known of rows in the order of their experts: how many each has, and where dropout is drawn, the numbers of tokens."""
+
+    counts: Tensor
+    keys: Tensor | None = None
+
+
+def experts_of(counts: Tensor, rows: int) -> Tensor:
+    """The expert of each row; rows beyond those counted are given to the last."""
+    places = torch.arange(rows, device=counts.device)
+    return torch.searchsorted(counts.cumsum(0), places, right=True).clamp_(max=len(counts) - 1)
+
+
+class ScaledRows(torch.autograd.Function):
+    """Rows in the order of their experts, each times a vector of its expert's, [expert, width]. The gradient of the vectors is a
+    sum over the rows of each expert in their order, so that two runs are identical to the bit."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, factors, counts)
+        return x * factors[experts_of(counts, len(x))]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, factors, counts = ctx.saved_tensors
+        expert = experts_of(counts, len(x))
+        sums = torch.segment_reduce(at_least_float32(grads[0]) * x, "sum", lengths=counts, unsafe=True)
+        return grads[0] * factors[expert], sums.to(factors.dtype), None
+
+
+class Experts(nn.Module):
+    """The routed experts' matrices, stacked [expert, out, in]. `read_counts` brings counts to the host; a dry run, which has no
+    data to read, gives another. `multiply`, where there is one, takes the place of `grouped_linear`; `gated` may be replaced."""
+
+    read_counts: ReadCounts = staticmethod(read_counts)
+    multiply: Callable[[Tensor, Tensor, Tensor, ReadCounts], Tensor] | None = None
+    gated: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor] = staticmethod(gated)
+    frozen_multiply: Callable[[str, Tensor, Tensor], Tensor] | None = None
+    """Where the matrices are kept in another form (`quantized/nf4.py`): rows times those of a part, by its name and the counts."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        shape = (config.experts, config.expert_ffn, config.hidden)
+        self.gate = nn.Parameter(torch.empty(shape))
+        self.up = nn.Parameter(torch.empty(shape))
+        self.down = nn.Parameter(torch.empty(config.experts, config.hidden, config.expert_ffn))
+        self.lora: Any = None
+        """Adapters of these matrices, whose output is added."""
+
+    def forward(self, x: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Rows in the order of their experts, `counts` of them for each; `keys` are those of their tokens, for dropout."""
+        plain = self.lora is None and self.multiply is None and self.frozen_multiply is None
+        if plain and uses_grouped_gemm(x, self.gate):
+            return self._grouped(x, counts.cumsum(0, dtype=torch.int32))
+        rows = RowsOfExperts(counts, keys)
+        inner = self.gated(F.silu, self._product("gate", x, rows), self._product("up", x, rows))
+        return self._product("down", inner, rows)
+
+    def _product(self, part: str, x: Tensor, rows: RowsOfExperts) -> Tensor:
+        """Rows times one of each expert's matrices, with its adapter."""
+        read, multiply = self.read_counts, self.multiply or grouped_linear
+        low_rank = None
+        if self.lora is not None:
+            low_rank = self.lora(part, x, lambda these, stack: multiply(these, stack, rows.counts, read), rows)
+        if self.frozen_multiply is not None:
+            out = self.frozen_multiply(part, x, rows.counts)
+        else:
+            out = multiply(x, getattr(self, part), rows.counts, read)
+        return out if low_rank is None else self.lora.join(part, out, low_rank, getattr(self, part), rows)
+
+    def _grouped(self, x: Tensor, ends: Tensor) -> Tensor:
+        if self.gate.dtype == x.dtype:
+            gate, up = grouped_gemm(x, self.gate, ends), grouped_gemm(x, self.up, ends)
+        else:
+            # Cast side by side, gate and up are one GEMM, and so is the gradient of `x`, which would otherwise be a sum of two.
+            both = torch.cat((self.gate.to(x.dtype), self.up.to(x.dtype)), dim=1)
+            gate, up = grouped_gemm(x, both, ends).chunk(2, dim=-1)
+        return grouped_gemm(F.silu(gate) * up, self.down, ends)
+
+
+def dispatched_keys(keys: Tensor, places: Tensor, rows: int) -> Tensor:
+    """Numbers of tokens in the order of their experts, by the place of each choice [tokens, k]."""
+    spread = keys[:, None].expand_as(places).flatten()
+    sent = torch.where(places < 0, rows, places).flatten().long()  # choices without a place behind all others
+    return keys.new_zeros(rows + 1).scatter_(0, sent, spread)[:rows]
+
+
+def combine_reference(rows: Tensor, weights: Tensor) -> Tensor:
+    """The results of a token's experts [tokens, k, width], added up by weight [tokens, k]."""
+    return (rows * weights[..., None].to(rows.dtype)).sum(dim=1)
+
+
+class MoE(nn.Module):
+    """Router, routed experts and, where the model has them, shared experts that every token passes. `combine` adds up a token's
+    experts where no kernel does: another function may be put in its place."""
+
+    combine: Callable[[Tensor, Tensor], Tensor] = staticmethod(combine_reference)
+
+    accepted: Callable[[Tensor], Tensor] = staticmethod(lambda weights: weights.nonzero()[:, 0])
+    """The choices that have a weight; a run without data puts another function in its place."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config)
+        width = config.shared_experts * config.expert_ffn
+        self.shared = FeedForward(config, width) if width else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen, auxiliary = self.router(x)
+        flat = weights.flatten(0, 1), chosen.flatten(0, 1)
+        out = self.forward_routed(x.flatten(0, 1), *flat, self.token_keys()).view_as(x)
+        if self.shared is not None:
+            out = out + self.shared(x)
+        return out, auxiliary
+
+    def token_keys(self) -> Tensor | None:
+        """The numbers of this rank's tokens that the adapters of experts draw dropout by, [tokens], where they do."""
+        lora = self.experts.lora
+        if lora is None or not lora.dropout or not lora.enabled or not self.training:
+            return None
+        return self.own_tokens(lora.tokens.keys).flatten()
+
+    def own_tokens(self, keys: Tensor) -> Tensor:
+        """Of numbers of tokens [batch, sequence], those that this rank routes."""
+        return keys
+
+    def forward_routed(self, x: Tensor, weights: Tensor, chosen: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Each token [tokens, hidden] through its k experts, added up by weight."""
+        if not has_fused_kernels(x):
+            return self.forward_routed_reference(x, weights, chosen, keys)
+        experts = self.router.config.experts
+        if self.router.config.expert_capacity:  # choices without weight are not sent: to an expert that does not exist
+            chosen = chosen.masked_fill(weights.detach() == 0, experts)
+        places, counts = sort_by_expert(chosen, experts)
+        rows = dispatch(x, places, chosen.numel())
+        if keys is not None:
+            keys = dispatched_keys(keys, places, len(rows))
+        return combine_weighted(self.run_experts(rows, counts, keys), places, weights)
+
+    def forward_routed_reference(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, keys: Tensor | None = None
+    ) -> Tensor:
+        """The same, one operation after the other."""
+        (tokens, k), experts = chosen.shape, self.router.config.experts
+        flat = chosen.flatten()
+        if self.router.config.expert_capacity:
+            return self._forward_within_capacity(x, weights, flat, keys)
+        order = flat.argsort(stable=True)
+        counts = torch.zeros(experts, dtype=flat.dtype, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+        # Copies first, then a permutation: its gradient is a permutation too, and the sum over copies is in a fixed order.
+        copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
+        keys = None if keys is None else keys[order // k]
+        done = self.run_experts(copies.index_select(0, order), counts, keys)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * k, device=x.device))
+        return self.combine(done.index_select(0, back).view(tokens, k, -1), weights)
+
+    def _forward_within_capacity(self, x: Tensor, weights: Tensor, flat: Tensor, keys: Tensor | None = None) -> Tensor:
+        """The same when experts have a capacity: choices without weight are not sent at all."""
+        tokens, k = weights.shape
+        accepted = self.accepted(weights.detach().flatten())
+        order = accepted[flat[accepted].argsort(stable=True)]
+        counts = torch.zeros(self.router.config.experts, dtype=flat.dtype, device=flat.device)
+        counts = counts.scatter_add_(0, flat[accepted], torch.ones_like(accepted))
+        copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
+        keys = None if keys is None else keys[order // k]
+        done = self.run_experts(copies.index_select(0, order), counts, keys)
+        return self.combine(torch.zeros_like(copies).index_copy(0, order, done).view(tokens, k, -1), weights)
+
+    def run_experts(self, rows: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Rows in the order of their experts, `counts` of them for each, through those experts; rows beyond belong to none."""
+        return self.experts(rows, counts, keys)

@@ -1,0 +1,239 @@
+"""BPipe's handovers (Kim et al. 2023): what the forward pass of a microbatch saved goes to the partner rank and comes back for the
+backward pass.
+
+While a microbatch that will be evicted goes forward, autograd is given places instead of the tensors that it saves. To evict is to
+put the storages behind the places into one message, of bytes, and to let go of them; to load is to let the places point into the
+message that came back. Parameters, buffers and the batch stay where they are. What went to the next stage is not needed any more.
+
+Traffic: of each microbatch handed over one message to the partner and one back, of what it saved less its output. The partner must
+know the size before: the first message for a batch of new shapes goes after its size.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.parallel.activations.saving import Known
+from shardwise.parallel.mesh import Mesh
+from shardwise.schedules import Action, Schedule
+from shardwise.torch_private import gathered_tensors, is_fake, local_shard, sharded_groups, storage_key
+
+Key = tuple[int, int]
+"""Stage and microbatch."""
+
+
+class Place:
+    """Where autograd finds a tensor that it saved; weakly known to what evicts it."""
+
+    __slots__ = ("__weakref__", "learns", "tensor")
+
+    def __init__(self, x: Tensor) -> None:
+        self.tensor, self.learns = x.detach(), x.requires_grad
+
+    def take(self) -> Tensor:
+        """It; what is recomputed from it must ask for a gradient where it did."""
+        return self.tensor.detach().requires_grad_() if self.learns else self.tensor
+
+
+@dataclass
+class _Part:
+    """A tensor in a message: where its storage begins there, and how it lies in that."""
+
+    place: Place | Known
+    input: int
+    """Which of the tensors that it is made of, where it is one that is recomputed."""
+    first: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass
+class Held:
+    """What the forward pass of a microbatch saved."""
+
+    places: list[weakref.ref[Any]] = field(default_factory=list)
+    parts: list[_Part] = field(default_factory=list)
+
+    def keep(self, x: Tensor) -> Tensor | Place:
+        """What autograd keeps in place of a tensor."""
+        if isinstance(x, nn.Parameter) or x.layout != torch.strided:
+            return x
+        place = Place(x)
+        self.places.append(weakref.ref(place))
+        return place
+
+    def note(self, known: Known) -> None:
+        """A tensor that is recomputed: what it is made of is handed over."""
+        self.places += [weakref.ref(each) for each in known.made_of()]
+
+    def _tensors(self) -> list[tuple[Place | Known, int, Tensor]]:
+        """What is saved now, each tensor with where it is kept."""
+        alive = {id(place): place for ref in self.places if (place := ref()) is not None}
+        found: list[tuple[Place | Known, int, Tensor]] = []
+        for place in alive.values():
+            if isinstance(place, Place):
+                found.append((place, 0, place.tensor))
+            else:
+                found += [(place, n, x) for n, x in enumerate(place.inputs) if isinstance(x, Tensor)]
+        return found
+
+    def evict(self, stays: set[int]) -> Tensor:
+        """All storages but those that stay, as one message, and let go of."""
+        tensors = self._tensors()
+        storages: dict[int, Tensor] = {}
+        for _, _, x in tensors:
+            key = storage_key(x.untyped_storage())
+            if key not in stays and key not in storages:
+                storages[key] = x
+        # Long elements first: so each tensor is aligned in the message.
+        order = sorted(storages.items(), key=lambda one: -one[1].itemsize)
+        first, size = dict[int, int](), 0
+        for key, x in order:
+            first[key] = size
+            size += x.untyped_storage().nbytes()
+        device = order[0][1].device if order else torch.device("cpu")
+        message = torch.empty(size, dtype=torch.uint8, device=device)
+        for key, x in order:
+            storage = x.untyped_storage()
+            whole = x.new_empty(0).set_(storage, 0, (storage.nbytes() // x.itemsize,), (1,))
+            message[first[key] : first[key] + storage.nbytes()].copy_(whole.view(torch.uint8))
+        for place, n, x in tensors:
+            key = storage_key(x.untyped_storage())
+            if key in first:
+                self.parts.append(_Part(place, n, first[key], x.dtype, x.shape, x.stride(), int(x.storage_offset())))
+                _set(place, n, x.new_empty(0))
+        return message
+
+    def load(self, message: Tensor) -> None:
+        """Let the places point into the message that came back."""
+        for part in self.parts:
+            whole = message[: message.numel() // part.dtype.itemsize * part.dtype.itemsize].view(part.dtype)
+            offset = part.first // part.dtype.itemsize + part.offset
+            _set(part.place, part.input, whole.as_strided(part.shape, part.stride, offset))
+        self.parts = []
+
+
+def _set(place: Place | Known, number: int, x: Tensor) -> None:
+    if isinstance(place, Place):
+        place.tensor = x
+    else:
+        place.inputs = (*place.inputs[:number], x, *place.inputs[number + 1 :])
+
+
+def shrink(x: Tensor) -> None:
+    """Let go of the values of a tensor whose place in the graph is all that is still needed."""
+    x.data = x.new_zeros(1).expand(x.shape)
+
+
+def lasting(model: nn.Module, copies: Iterable[Tensor]) -> Iterator[Tensor]:
+    """What a stage has whatever microbatch passes: parameters, sharded and gathered, their copies, and buffers."""
+    yield from map(local_shard, model.parameters())
+    yield from model.buffers()
+    yield from copies
+    for _, group in sharded_groups(model):
+        yield from gathered_tensors(group)
+
+
+class Handover:
+    """What this rank evicts to its partner and holds for it during one step."""
+
+    def __init__(
+        self, schedule: Schedule, mesh: Mesh, sizes: dict[Any, int], planned: Callable[[int], int], device: torch.device
+    ) -> None:
+        ranks, me = mesh.pipeline_ranks(), mesh.index("pipeline")
+        self.me, self.device, self.sizes, self.planned = me, device, sizes, planned
+        partner = len(ranks) - 1 - me
+        self.partner = ranks[partner]
+        both = mesh.group("pipeline"), mesh.group("pipeline_back")
+        # Each direction has a communicator of its own, as between stages.
+        self.out, self.back = both[me > partner], both[me < partner]
+        self.evicted = {(a.stage, a.microbatch) for a in schedule.ranks[me] if a.kind == "E"}
+        self.held: dict[Key, Held] = {}
+        self.arriving: dict[Key, tuple[Tensor, Any]] = {}
+        """What comes from the partner: microbatches evicted by it, or own ones that come back."""
+        self.loaded: dict[Key, Tensor] = {}
+        self.sending: list[tuple[Tensor, Any]] = []
+
+    def will_evict(self, action: Action) -> bool:
+        """Whether the microbatch that goes forward here will be handed over."""
+        return (action.stage, action.microbatch) in self.evicted
+
+    def keeper(self, action: Action) -> Held:
+        """What keeps all that a forward pass saves, so that it can be handed over."""
+        held = self.held[action.stage, action.microbatch] = Held()
+        return held
+
+    def evict(self, key: Key, batch: Any, stays: Iterable[Tensor], ends: Iterable[Tensor]) -> None:
+        """Start sending what a microbatch saved. `stays` is what others need too, `ends` its input and output in the graph."""
+        message = self.held[key].evict({storage_key(x.untyped_storage()) for x in stays})
+        for x in ends:
+            shrink(x)
+        shape = (key[0], *_shapes(batch))
+        if self.sizes.get(shape, message.numel()) != message.numel():
+            raise RuntimeError(
+                f"a microbatch saved {message.numel()} bytes on stage {key[0]} and another of the same shape "
+                f"{self.sizes[shape]}: the partner cannot know how much to receive; use another layout.schedule"
+            )
+        if shape not in self.sizes:
+            self.sizes[shape] = message.numel()
+            if not is_fake(message):
+                self._send(torch.tensor([message.numel()], device=self.device))
+        self._send(message)
+
+    def accept(self, key: Key, batch: Any) -> None:
+        """Start receiving what the partner evicts."""
+        shape = (key[0], *_shapes(batch))
+        if shape not in self.sizes:
+            size = torch.zeros(1, dtype=torch.int64, device=self.device)
+            if not is_fake(size):
+                dist.recv(size, self.partner, group=self.back)
+            self.sizes[shape] = self.planned(key[0]) if is_fake(size) else int(size.item())
+        self._receive(key, self.sizes[shape])
+
+    def give_back(self, key: Key) -> None:
+        """Send the partner's own back to it."""
+        message, work = self.arriving.pop(key)
+        work.wait()
+        self._send(message)
+
+    def load(self, key: Key, batch: Any) -> None:
+        """Start receiving what this rank had evicted."""
+        self._receive(key, self.sizes[(key[0], *_shapes(batch))])
+
+    def finish_load(self, key: Key) -> None:
+        """Wait until a microbatch is back, if it was handed over."""
+        held = self.held.pop(key, None)
+        if held is not None:
+            message, work = self.arriving.pop(key)
+            work.wait()
+            held.load(message)
+
+    def finish_evictions(self) -> None:
+        """Wait until what was evicted has gone: its room is needed."""
+        for _, work in self.sending:
+            work.wait()
+        self.sending = []
+
+    def _send(self, x: Tensor) -> None:
+        self.sending.append((x, dist.isend(x, self.partner, group=self.out)))
+
+    def _receive(self, key: Key, size: int) -> None:
+        message = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.arriving[key] = (message, dist.irecv(message, self.partner, group=self.back))
+
+    def let_go(self) -> None:
+        """Give back what has arrived elsewhere."""
+        self.sending = [(sent, work) for sent, work in self.sending if not work.is_completed()]
+
+
+def _shapes(batch: Any) -> tuple[Any, ...]:
+    return tuple((name, tuple(x.shape)) for name, x in sorted(batch.items()) if isinstance(x, Tensor))

@@ -1,0 +1,192 @@
+"""What autograd saves for the backward pass, replaced by something smaller from which it is recomputed.
+
+Autograd saves what its operators were given. While `saving` is open, a saved tensor that is known here, or a view of one, is
+replaced: who needs it first in the backward pass makes it, and the last one lets it go. It is made of others, which may be known
+too. Three kinds are: sequences gathered over tensor ranks, of which each saves its own shard (Korthikanti et al. 2022); tensors
+of a layer that cost less time than memory (`rematerialize.py`); and tensors that are kept in another form
+(`quantized.py`, `swap.py`). Inside of a recomputed block nothing is replaced: there it lives for that block's backward
+pass alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.torch_private import storage_key
+
+Form = Callable[[Tensor], tuple[tuple[Tensor, ...], Callable[..., Tensor]]]
+"""Of a flat tensor: what is kept in its place, and the function that makes it of that again."""
+
+
+@dataclass
+class Known:
+    """A tensor that can be recomputed from others."""
+
+    inputs: tuple[Tensor | _View, ...] = ()
+    make: Callable[..., Tensor] | None = None
+    form: Form | None = None
+    """In which another form the tensor itself is kept, if it is saved."""
+    users: int = 0
+    whole: Tensor | None = None
+
+    def made_of(self) -> Iterator[Known]:
+        """It, and those of which what it is made of is made."""
+        yield self
+        for each in self.inputs:
+            if isinstance(each, _View):
+                yield from each.of.made_of()
+
+    def used(self) -> None:
+        """One more will want it; the first one's wish is also for what it is made of."""
+        self.users += 1
+        if self.users == 1:
+            for each in self.inputs:
+                if isinstance(each, _View):
+                    each.of.used()
+
+    def keep(self, x: Tensor) -> None:
+        """Keep the tensor that a view is of in its other form."""
+        if self.form is not None and self.make is None:
+            flat = x.detach().as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+            self.inputs, self.make = self.form(flat)
+
+    def take(self) -> Tensor:
+        """The whole, for one of its users."""
+        if self.whole is None:
+            assert self.make is not None
+            with torch.no_grad():
+                self.whole = self.make(*map(_unpack, self.inputs))
+        whole = self.whole
+        self.users -= 1
+        if not self.users:
+            self.whole = None
+        return whole
+
+
+@dataclass(frozen=True)
+class _View:
+    of: Known
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
+@dataclass
+class _Slot:
+    """What an operator saved before it was known what that is."""
+
+    packed: Tensor | _View | Kept
+
+
+class Kept(Protocol):
+    """What stands for a tensor that is saved."""
+
+    def take(self) -> Tensor: ...
+
+
+class Keeper(Protocol):
+    """Who wants to know what is saved, to put it elsewhere for a while."""
+
+    def keep(self, x: Tensor) -> Tensor | Kept:
+        """A tensor is saved; gives what is saved in its place."""
+
+    def note(self, known: Known) -> None:
+        """What a tensor can be made of again is saved."""
+
+
+_SLOTS: list[_Slot] | None = None
+_KEEPER: Keeper | None = None
+_KNOWN: dict[int, tuple[weakref.ref[Any], Known]] = {}
+_OPEN = 0
+
+
+def note_form(x: Tensor, form: Form) -> None:
+    """Let a tensor be kept in another form, if it is saved."""
+    if _OPEN:
+        _remember(x, Known(form=form))
+
+
+def note(x: Tensor, inputs: Sequence[Tensor], make: Callable[..., Tensor]) -> None:
+    """Remember what a tensor can be made of again, while it is alive."""
+    if _OPEN:
+        views = tuple(_view(each) for each in inputs)
+        for each, view in zip(inputs, views, strict=True):
+            if isinstance(view, _View):
+                view.of.keep(each)
+        _remember(x, Known(views, make))
+
+
+def _remember(x: Tensor, known: Known) -> None:
+    storage = x.untyped_storage()
+    key = storage_key(storage)
+    _KNOWN[key] = (weakref.ref(storage, lambda _: _KNOWN.pop(key, None)), known)
+
+
+def _view(x: Tensor) -> Tensor | _View:
+    """A tensor, or how it is a view of one that is known."""
+    known = _KNOWN.get(storage_key(x.untyped_storage())) if x.layout == torch.strided else None
+    return x.detach() if known is None else _View(known[1], x.shape, x.stride(), x.storage_offset())
+
+
+@contextlib.contextmanager
+def noted_afterwards() -> Iterator[None]:
+    """What is saved inside is looked at when it closes: an operator saves its own result before that can be noted."""
+    global _SLOTS
+    slots: list[_Slot] = []
+    _SLOTS = slots
+    try:
+        yield
+    finally:
+        _SLOTS = None
+        for slot in slots:
+            assert isinstance(slot.packed, Tensor)
+            slot.packed = _packed(slot.packed)
+
+
+def _pack(x: Tensor) -> Tensor | _View | _Slot | Kept:
+    if _SLOTS is None:
+        return _packed(x)
+    _SLOTS.append(_Slot(x))
+    return _SLOTS[-1]
+
+
+def _packed(x: Tensor) -> Tensor | _View | Kept:
+    found = _view(x)
+    if isinstance(found, Tensor):
+        return x if _KEEPER is None else _KEEPER.keep(x)
+    found.of.keep(x)
+    found.of.used()
+    if _KEEPER is not None:
+        _KEEPER.note(found.of)
+    return found
+
+
+def _unpack(packed: Tensor | _View | _Slot | Kept) -> Tensor:
+    if isinstance(packed, _Slot):
+        packed = packed.packed
+    if isinstance(packed, Tensor):
+        return packed
+    if isinstance(packed, _View):
+        return packed.of.take().as_strided(packed.shape, packed.stride, packed.offset)
+    return packed.take()
+
+
+@contextlib.contextmanager
+def saving(keeper: Keeper | None = None) -> Iterator[None]:
+    """While it is open, forward passes save what tensors are made of again; the rest a `keeper` may keep."""
+    global _OPEN, _KEEPER
+    _OPEN += 1
+    _KEEPER, before = keeper, _KEEPER
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+            yield
+    finally:
+        _OPEN -= 1
+        _KEEPER = before

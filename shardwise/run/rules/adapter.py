@@ -1,0 +1,82 @@
+"""What adapters go with: the rules of `check.py` on the section `[adapter]`. Each is whether it is broken, its key, the other keys
+it speaks of, and the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from shardwise.run.config import ModelConfig, Run
+from shardwise.run.parameters import Parameter, layer_parameters
+from shardwise.run.problems import nearest
+from shardwise.run.sections.adapter import MATRICES, NF4_BLOCK
+
+Rule = tuple[Any, str, tuple[str, ...], Callable[[], str]]
+
+# fmt: off
+
+
+def adapter_rules(run: Run) -> Iterator[Rule]:
+    """What must hold of a run with adapters."""
+    adapter, train = run.adapter, run.train
+    if not adapter.used:
+        return
+    for word in adapter.targets:
+        known = word == "all" or word in MATRICES
+        yield (not known, "adapter.targets", (), partial(
+            '"{}" is not a matrix of a layer{}; "all", or some of {}'.format, word, nearest(word, MATRICES), ", ".join(MATRICES)
+        ))
+    kinds = {run.model.is_moe(layer) for layer in (0, run.model.layers - 1)}
+    adapted = [entry for moe in kinds for entry in layer_parameters(run.model, moe, adapter) if entry.adapted]
+    yield (not adapted, "adapter.targets", ("adapter.kind",),
+           lambda: f"{', '.join(adapter.targets) or 'nothing'}: no layer of this network has such a matrix")
+    narrow = min((min(entry.shape[-2:]) for entry in adapted), default=adapter.rank)
+    yield (adapter.rank > narrow, "adapter.rank", ("adapter.targets",),
+           lambda: f"{adapter.rank} is more than the {narrow} rows or columns of a matrix that it adapts")
+    if adapter.kind == "qlora":
+        yield from _qlora_rules(run)
+    yield (train.optimizer != "adamw", "train.optimizer", ("adapter.kind",),
+           lambda: f"{train.optimizer} is for whole matrices; adapters are trained by adamw")
+    yield (train.parametrization != "standard", "train.parametrization", ("adapter.kind",),
+           lambda: f"{train.parametrization} is for training all weights; adapters are trained by the standard one")
+    yield (train.fp8 != "none", "train.fp8", ("adapter.kind",),
+           lambda: "has no GEMMs for frozen weights with adapters; leave it at none")
+    yield (train.invariant, "train.invariant", ("adapter.kind",),
+           lambda: "has no GEMMs for adapters: a server merges them, which rounds otherwise")
+
+
+def _qlora_rules(run: Run) -> Iterator[Rule]:
+    """What matrices in 4 bits go with."""
+    wrong = [entry.name for entry in _matrices(run.model) if entry.shape[-1] % NF4_BLOCK]
+    yield (bool(wrong), "adapter.kind", ("model.hidden", "model.ffn", "model.expert_ffn"), lambda: (
+        f"qlora keeps blocks of {NF4_BLOCK} weights of a row, and the rows of {', '.join(wrong)} are no multiple of that"
+    ))
+    yield (run.train.compile is True, "train.compile", ("adapter.kind",),
+           lambda: "qlora makes its matrices for each GEMM, which is not compiled; use auto")
+
+
+def _matrices(model: ModelConfig) -> list[Parameter]:
+    """The matrices of a network's layers that qlora keeps in 4 bits."""
+    kinds = {model.is_moe(layer) for layer in (0, model.layers - 1)}
+    found = {entry.name: entry for moe in kinds for entry in layer_parameters(model, moe)}
+    return [entry for entry in found.values() if entry.is_linear or entry.routed]
+
+
+def adapter_layout_rules(run: Run) -> Iterator[Rule]:
+    """What adapters and a layout ask of each other. The sizes of the layout may be arrays."""
+    model, lay = run.model, run.layout
+    kind = run.adapter.kind
+    if kind not in ("dora", "qlora"):
+        return
+    cut = [entry for entry in _matrices(model) if entry.tensor_dim == len(entry.shape) - 1]
+    for entry in cut if kind == "qlora" else ():
+        uneven = (lay.tensor > 1) & (entry.shape[-1] % (NF4_BLOCK * lay.tensor) > 0)
+        yield (uneven & lay.expert_tensor if entry.routed else uneven, "layout.tensor", ("adapter.kind",), partial(
+            "{} ranks cut the rows of {}, {} long, and qlora keeps blocks of {} weights of a row whole".format,
+            lay.tensor, entry.name, entry.shape[-1], NF4_BLOCK
+        ))
+    yield (lay.async_tensor, "layout.async_tensor", ("adapter.kind",),
+           lambda: f"multiplies slices as they arrive, and {kind} has no such GEMM; leave it out")
+    yield ((model.attention == "grouped") & (lay.tensor > model.kv_heads), "layout.tensor", ("adapter.kind", "model.kv_heads"),
+           lambda: f"{lay.tensor} ranks for {model.kv_heads} key/value heads would take some rows of a matrix; {kind} does not")

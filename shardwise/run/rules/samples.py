@@ -1,0 +1,39 @@
+"""What must fit together in a run that writes samples of text at its evaluations (`train.samples`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.run.config import Run
+from shardwise.run.rules.rule import Rule
+
+SAMPLED = ("pretrain", "sft", "distill")
+"""Objectives whose network continues texts of the validation set."""
+PROMPT_TOKENS = 32
+"""Tokens of a validation sequence that a sample begins with, at most a quarter of a row."""
+
+# fmt: off
+
+
+def prompt_tokens(run: Run) -> int:
+    """How many tokens of a validation sequence a sample begins with."""
+    return min(PROMPT_TOKENS, max(1, run.train.seq_len // 4))
+
+
+def sample_rules(run: Run) -> Iterator[Rule]:
+    """Rules of train.samples. The sizes of the layout may be arrays."""
+    train, lay = run.train, run.layout
+    if not train.samples:
+        return
+    yield Rule((lay.tensor > 1) | (lay.pipeline > 1) | (lay.context > 1), "train.samples",
+               ("layout.tensor", "layout.pipeline", "layout.context"), lambda: (
+        "is for layouts of replicate, shard and expert, where one pass goes through the whole network; elsewhere set it to 0, and "
+        "`shardwise generate` continues texts with a checkpoint"
+    ))
+    yield Rule(run.objective.kind not in SAMPLED or run.model.scores, "train.samples", ("objective.kind",),
+               lambda: f"continues texts of the validation set, which a run of objective.kind = {run.objective.kind} does not have")
+    yield Rule(not train.eval_every, "train.samples", ("train.eval_every",),
+               lambda: "are written at evaluations, and train.eval_every is 0")
+    yield Rule(prompt_tokens(run) + train.sample_tokens > train.seq_len, "train.sample_tokens", ("train.seq_len",), lambda: (
+        f"{train.sample_tokens} and the {prompt_tokens(run)} of a prompt are more than train.seq_len = {train.seq_len}"
+    ))

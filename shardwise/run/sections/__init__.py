@@ -1,0 +1,1 @@
+"""The sections of a run, each with its keys declared once."""
