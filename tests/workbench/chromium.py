@@ -30,7 +30,7 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
-SECONDS = 40.0
+SECONDS = 240.0
 """After which a browser that does not answer counts as hung."""
 
 
