@@ -22,8 +22,8 @@ from shapes import need_gpu
 from shardwise.cli.trace.memory import as_record, planned_of
 from shardwise.hardware.chips import chip_of_driver_name
 from shardwise.run import read_run
+from shardwise.trace.memory.history import explain_snapshot
 from shardwise.trace.memory.snapshot import read_profiled
-from shardwise.trace.memory.story import tell
 
 SMALL = dict(layers=8, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000)
 MIDDLE = dict(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256)
@@ -82,15 +82,15 @@ def main() -> int:
         chip = chip_of_driver_name(torch.cuda.get_device_name(0))
         if chip is not None and not run.cluster.chip:
             run = replace(run, cluster=replace(run.cluster, chip=chip.name))
-        story, plan = tell(snapshot), planned_of(run, 0)
+        history, plan = explain_snapshot(snapshot), planned_of(run, 0)
         planned = sum(plan.owners.values())
-        off = story.peak / planned - 1
+        off = history.peak / planned - 1
         good = good and abs(off) <= ALLOWED
-        found[name] = dict(story=as_record(story), plan=dict(plan.owners), off=off)
-        print(f"{name}: peak {story.peak / 2**30:.2f} GiB, planned {planned / 2**30:.2f} GiB, {off:+.1%} (at most {ALLOWED:.0%}); "
-              f"reserved {story.reserved / 2**30:.2f} GiB", flush=True)  # fmt: skip
-        for owner in dict.fromkeys([*plan.owners, *story.owners]):
-            held, there = story.owners.get(owner, 0) / 2**30, plan.owners.get(owner, 0.0) / 2**30
+        found[name] = dict(history=as_record(history), plan=dict(plan.owners), off=off)
+        print(f"{name}: peak {history.peak / 2**30:.2f} GiB, planned {planned / 2**30:.2f} GiB, {off:+.1%} (limit {ALLOWED:.0%}); "
+              f"reserved {history.reserved / 2**30:.2f} GiB", flush=True)  # fmt: skip
+        for owner in dict.fromkeys([*plan.owners, *history.owners]):
+            held, there = history.owners.get(owner, 0) / 2**30, plan.owners.get(owner, 0.0) / 2**30
             print(f"    {owner:12} {held:8.3f} GiB, planned {there:8.3f}", flush=True)
     args.output.write_text(json.dumps(found))
     return 0 if good else 1

@@ -182,7 +182,7 @@ def measure(cell: tuple[str, str, int], scratch: TileScratch) -> None:
             print(f"    {label:34} {str(e).splitlines()[0][:90]}", flush=True)
             continue
         wrong = "  WRONG" if error > 0.05 else ""
-        rate = first.held_bytes / took / 1e6
+        rate = first.stored_bytes / took / 1e6
         print(
             f"    {label:34} {took:8.1f} us  {rate:5.2f} TB/s  {base / took:5.2f} x bf16  error {error:.4f}{wrong}",
             flush=True,

@@ -16,7 +16,7 @@ from shardwise.hardware import chip_of_driver_name, find_chip
 from shardwise.hardware.engine_facts import LENDER
 from shardwise.model import Transformer
 from shardwise.model.device import choose_device
-from shardwise.model.quantized.model import held_bytes
+from shardwise.model.quantized.model import stored_bytes
 from shardwise.plan.serving.drafting import acceptance_of
 from shardwise.plan.serving.plan import plan_serving
 from shardwise.plan.serving.play import requests_of
@@ -24,10 +24,10 @@ from shardwise.plan.serving.pool import draft_run
 from shardwise.plan.serving.served import ServedLoad
 from shardwise.plan.serving.verdict import LoadVerdict
 from shardwise.run import Run, UserError
-from shardwise.run.load import Asked, prompt_tokens
+from shardwise.run.load import LoadRequest, prompt_tokens
 from shardwise.run.sections.serve import ServeConfig
-from shardwise.schedules.serving.figures import TOO_LONG, Limits, LoadFigures, Made
-from shardwise.schedules.serving.scheduler import Did
+from shardwise.schedules.serving.figures import TOO_LONG, Limits, LoadFigures, RequestTimes
+from shardwise.schedules.serving.scheduler import SchedulerCounters
 from shardwise.serve.engine import Engine, engine_of
 from shardwise.serve.request import Request, Sampling
 from shardwise.serve.runner import Runner
@@ -102,7 +102,7 @@ def _acceptance(serve: ServeConfig, measured: ServedLoad) -> float:
 
 
 def measure_load(
-    engine: Engine, serve: ServeConfig, asked: Sequence[Asked], seed: int = 0, tell: Callable[[int], None] = lambda n: None
+    engine: Engine, serve: ServeConfig, asked: Sequence[LoadRequest], seed: int = 0, tell: Callable[[int], None] = lambda n: None
 ) -> ServedLoad:  # fmt: skip
     """Answer the load. Requests come at their moments, or `serve.concurrency` of them are under way at a time. `tell` hears how
     many are answered."""
@@ -110,11 +110,11 @@ def measure_load(
     prompts = [tuple(prompt_tokens(seed, number, each.input, vocab)) for number, each in enumerate(asked)]
     _warm_up(engine, asked)
     preempted, scheduler, before = engine.scheduler.preemptions, engine.scheduler, engine.stats()
-    scheduler.did = Did()
+    scheduler.did = SchedulerCounters()
     coming = deque(enumerate(asked))
     under_way: dict[str, float] = {}
     first: dict[str, float] = {}
-    made: list[Made] = []
+    made: list[RequestTimes] = []
     failed, concurrency = 0, 0 if serve.rate else serve.concurrency
     start, now = time.perf_counter(), 0.0
     while coming or under_way:
@@ -140,7 +140,7 @@ def measure_load(
                 each, due = asked[int(name)], under_way.pop(name)
                 began = first[name] - due
                 tpot = (now - first[name]) / (each.output - 1) * 1e3 if each.output > 1 else None
-                made.append(Made(due, 0.0, began * 1e3, tpot, (now - due) * 1e3, each.input, each.output))
+                made.append(RequestTimes(due, 0.0, began * 1e3, tpot, (now - due) * 1e3, each.input, each.output))
         if outputs:
             tell(len(made))
     limits = Limits(*(limit or float("inf") for limit in (serve.ttft_ms, serve.tpot_ms)))
@@ -158,7 +158,7 @@ def measure_load(
     return ServedLoad(figures.as_dict(), engine_did, memory_of(engine))
 
 
-def _warm_up(engine: Engine, asked: Sequence[Asked]) -> None:
+def _warm_up(engine: Engine, asked: Sequence[LoadRequest]) -> None:
     """Some requests of such lengths, of other tokens, so many that prompts come beside sequences that decode: kernels are compiled
     or loaded for what they meet first."""
     for number, each in enumerate(asked[:WARM]):
@@ -179,10 +179,10 @@ def memory_of(engine: Engine) -> dict[str, float]:
     """Bytes by owner, by the names of the plan; of a GPU also all that is taken of the device."""
     runner = own_runner(engine)
     pages = sum(each.nbytes for each in runner.cache.tensors())
-    found: dict[str, float] = {"weights": held_bytes(runner.model), "pages": engine.pool.pages}
+    found: dict[str, float] = {"weights": stored_bytes(runner.model), "pages": engine.pool.pages}
     if isinstance(engine.drafter, DraftModel):
         pages += sum(each.nbytes for each in engine.drafter.runner.cache.tensors())
-        found["draft_weights"] = held_bytes(engine.drafter.runner.model)
+        found["draft_weights"] = stored_bytes(engine.drafter.runner.model)
     found["kv_cache"] = pages
     if runner.gpu:
         free, total = torch.cuda.mem_get_info(runner.device)

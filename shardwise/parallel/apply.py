@@ -22,7 +22,7 @@ from shardwise.model.layers import Gemm, Linear
 from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.moe.layer import Experts
 from shardwise.model.quantized.fp8 import check_fp8, scaled_mm, use_fp8
-from shardwise.model.quantized.nf4 import Quantizer, keep_experts_in_4_bits, keep_in_4_bits
+from shardwise.model.quantized.nf4 import Quantizer, quantize_experts_to_nf4, quantize_to_nf4
 from shardwise.model.score import ScoreHead
 from shardwise.model.transformer import Block, Transformer, make_stage
 from shardwise.model.varlen import has_flash
@@ -231,9 +231,9 @@ def _keep_in_4_bits(model: nn.Module, run: Run, mesh: Mesh) -> None:
 
     for name, module in list(model.named_modules()) if run.adapter.kind == "qlora" else ():
         if isinstance(module, Experts):
-            keep_experts_in_4_bits(module, {part: place(f"{name}.{part}") for part in ("gate", "up", "down")}, double)
+            quantize_experts_to_nf4(module, {part: place(f"{name}.{part}") for part in ("gate", "up", "down")}, double)
         elif isinstance(module, Linear) and name.startswith("layers.") and ".lora." not in name:
-            keep_in_4_bits(module, place(f"{name}.weight"), double)
+            quantize_to_nf4(module, place(f"{name}.weight"), double)
 
 
 def _shard(entry: Parameter, parameter: Tensor) -> Cut | None:

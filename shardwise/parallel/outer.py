@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.parallel.compress.exchange import gradient_of
-from shardwise.parallel.compress.quantized import Quantized, Underway
+from shardwise.parallel.compress.quantized import PendingReduction, Quantized
 from shardwise.parallel.gradients import all_reduce_together
 from shardwise.parallel.local_parameter import LocalParameter, local
 from shardwise.parallel.mesh import Mesh
@@ -38,7 +38,7 @@ class _Sent:
     gradients: list[Tensor]
     flat: Tensor | None = None
     work: dist.Work | None = None
-    quantized: Underway | None = None
+    quantized: PendingReduction | None = None
 
 
 class Outer:

@@ -14,7 +14,7 @@ from typing import Any
 from shardwise.plan.cost.constants import classes_of, constants_of, interval
 from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.cost.memory import memory
-from shardwise.plan.cost.software import ALIASES, FACTS, PROGRAMS, Situation, mixture, stack_of
+from shardwise.plan.cost.software import ALIASES, FACTS, PROGRAMS, Situation, framework_of_facts, mixture
 from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.time.step import prepare, step_time
 from shardwise.run import Problem, Run, UserError
@@ -62,11 +62,11 @@ def plan_as(run: Run, facts: dict[str, Any]) -> Plan:
         fp8=own.fp8,
         bf16=own.dtype != "float16",
     )
-    stack = stack_of(facts, situation)
-    job = replace(own, framework=stack.framework, fp8_gradients=True)
+    declared = framework_of_facts(facts, situation)
+    job = replace(own, framework=declared.framework, fp8_gradients=True)
     seconds = _seconds(job)
     shift, spread = mixture(
-        [(a.chance, math.log(_seconds(replace(job, framework=a.framework)) / seconds)) for a in stack.alternatives]
+        [(a.chance, math.log(_seconds(replace(job, framework=a.framework)) / seconds)) for a in declared.alternatives]
     )
     step = step_time(prepare(job), constants_of(job))
     grown = math.exp(shift)
@@ -76,9 +76,9 @@ def plan_as(run: Run, facts: dict[str, Any]) -> Plan:
         breakdown={**step.breakdown, "other": step.breakdown["other"] + step.seconds * (grown - 1)},
     )
     found = plan_job(run, job, step, memory(job))
-    width = interval(classes_of(job, known_program=stack.known), len(stack.alternatives), spread)
+    width = interval(classes_of(job, known_program=declared.known), len(declared.alternatives), spread)
     assumed = tuple(
-        dict.fromkeys(f"not stated of {facts['framework']}: planned with {a.what}" for a in stack.alternatives)
+        dict.fromkeys(f"not stated of {facts['framework']}: planned with {a.what}" for a in declared.alternatives)
     )
     said = f"planned as {facts['framework']} would run it; FLOPs and traffic are those of this project's trainer"
     total = found.account.step_seconds

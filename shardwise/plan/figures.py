@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.plan.cost.flops import CONVENTION, parameters
 from shardwise.plan.cost.job import GIB
 from shardwise.plan.plan import Plan, mfu_peak
-from shardwise.plan.trainer.budgeted import beside_greedy
+from shardwise.plan.trainer.budgeted import compare_with_greedy
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.report import words
 from shardwise.report.pick import Column
@@ -64,7 +64,7 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
 def _rematerialized(best: Plan) -> tuple[str, str]:
     """What the first rank rematerializes, and how long whole layers would take in its place."""
     planned = PlannedRank(best.run, 0)
-    found, layers = beside_greedy(*planned.of_budget), sum(len(stage.layers) for stage in planned.stages)
+    found, layers = compare_with_greedy(*planned.of_budget), sum(len(stage.layers) for stage in planned.stages)
     which = ", ".join(f"{word} {count}" for word, count in found.layers.items()) or "nothing"
     whole = f"whole layers within the same budget take {words.seconds(found.greedy)}"
     return words.seconds(found.seconds), f"a microbatch, of {counted(layers, 'layer')}: {which}; {whole}"

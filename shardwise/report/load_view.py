@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.report import colors, html, html_charts, words
 from shardwise.report.pick import Column
-from shardwise.schedules.serving.figures import SHARES, LoadFigures, Made, percentile
+from shardwise.schedules.serving.figures import SHARES, LoadFigures, RequestTimes, percentile
 
 ROWS = (
     ("ttft_ms", "time to first token"),
@@ -75,10 +75,10 @@ def _distribution(title: str, values: Sequence[float], limit: float) -> html.Sec
     return html.Section(title, "The share of requests that took at most so long.", f'<div class="keep">{chart}</div>')
 
 
-def _over_time(made: Sequence[Made]) -> html.Section:
+def _over_time(made: Sequence[RequestTimes]) -> html.Section:
     """Of each slice of time: what the requests that were due in it waited, and how many tokens they were answered with."""
     end = max(each.due for each in made) or 1.0
-    slices: dict[int, list[Made]] = {}
+    slices: dict[int, list[RequestTimes]] = {}
     for each in made:
         slices.setdefault(int(each.due / end * 40), []).append(each)
     lines = []

@@ -1,4 +1,4 @@
-"""The story of a device's memory for people: key figures, owners at the peak beside the plan, places, and the curve; on a terminal
+"""A device's memory over time, for people: key figures, owners at the peak beside the plan, places, and the curve; on a terminal
 and as sections of a page."""
 
 from __future__ import annotations
@@ -9,38 +9,38 @@ from typing import Any
 
 from shardwise.report import colors, html, html_charts, plot, words
 
-Story = Mapping[str, Any]
+History = Mapping[str, Any]
 SHOWN = 12
 
 
-def figures(story: Story) -> list[tuple[str, str, str]]:
+def figures(history: History) -> list[tuple[str, str, str]]:
     """The key numbers: label, value and remark."""
-    wasted = story["reserved"] - story["peak"]
+    wasted = history["reserved"] - history["peak"]
     found = [
-        ("device", f"rank {story['rank']}" if story["rank"] else f"device {story['device']}", story["path"]),
-        ("peak", words.size(story["peak"]), f"in use, {words.seconds(story['peak_at'] / 1e6)} after the first event"),
-        ("reserved", words.size(story["reserved"]), f"at the peak; {words.size(story['reserved_peak'])} at the most"),
-        ("fragmented", words.size(max(wasted, 0)), f"{words.percent(max(story['fragmentation'], 0.0))} of the reserved, then"),
-        ("history", words.seconds(story["seconds"]), f"{story['allocations']:,} allocations"),
+        ("device", f"rank {history['rank']}" if history["rank"] else f"device {history['device']}", history["path"]),
+        ("peak", words.size(history["peak"]), f"in use, {words.seconds(history['peak_at'] / 1e6)} after the first event"),
+        ("reserved", words.size(history["reserved"]), f"at the peak; {words.size(history['reserved_peak'])} at the most"),
+        ("fragmented", words.size(max(wasted, 0)), f"{words.percent(max(history['fragmentation'], 0.0))} of the reserved, then"),
+        ("history", words.seconds(history["seconds"]), f"{history['allocations']:,} allocations"),
     ]  # fmt: skip
-    if story["retries"]:
+    if history["retries"]:
         found.append(
-            ("ran out", f"{story['retries']} times", "the allocator gave back what it had cached, and tried again")
+            ("ran out", f"{history['retries']} times", "the allocator gave back what it had cached, and tried again")
         )
     return found
 
 
-def owner_rows(story: Story, planned: Mapping[str, float] | None) -> tuple[list[str], list[list[str]]]:
+def owner_rows(history: History, planned: Mapping[str, float] | None) -> tuple[list[str], list[list[str]]]:
     """Owners at the peak, beside the plan where there is one."""
-    names = dict.fromkeys([*story["owners"], *(planned or {})])
+    names = dict.fromkeys([*history["owners"], *(planned or {})])
     rows = []
     for name in names:
-        here, there = story["owners"].get(name, 0), (planned or {}).get(name, 0.0)
-        row = [name, words.size(here), words.percent(here / story["peak"] if story["peak"] else 0.0)]
+        here, there = history["owners"].get(name, 0), (planned or {}).get(name, 0.0)
+        row = [name, words.size(here), words.percent(here / history["peak"] if history["peak"] else 0.0)]
         rows.append([*row, words.size(there), _off(there, here)] if planned is not None else row)
     if planned is not None:
         there = sum(planned.values())
-        rows.append(["all", words.size(story["peak"]), "", words.size(there), _off(there, story["peak"])])
+        rows.append(["all", words.size(history["peak"]), "", words.size(there), _off(there, history["peak"])])
     return ["at the peak", "held", "share", *(["plan", "off by"] if planned is not None else [])], rows
 
 
@@ -48,33 +48,33 @@ def _off(planned: float, held: float) -> str:
     return words.change(held / planned - 1) if planned else words.DASH
 
 
-def place_rows(story: Story) -> list[list[str]]:
+def place_rows(history: History) -> list[list[str]]:
     """What is held at the peak, the largest first."""
-    return [[place, owner, words.size(size), f"{count:,}"] for owner, place, size, count in story["places"][:SHOWN]]
+    return [[place, owner, words.size(size), f"{count:,}"] for owner, place, size, count in history["places"][:SHOWN]]
 
 
-def curve(story: Story) -> plot.Plot:
+def curve(history: History) -> plot.Plot:
     """Memory over time, of all owners together and reserved."""
-    seconds = [when / 1e6 for when in story["times"]]
-    lines = list(story["curve"].values())
+    seconds = [when / 1e6 for when in history["times"]]
+    lines = list(history["curve"].values())
     total = [float(sum(values)) for values in zip(*lines, strict=True)] if lines else []
     series = [plot.Series("in use", list(zip(seconds, total, strict=True)))]
-    reserved = [float(value) for value in story["reserved_curve"]]
+    reserved = [float(value) for value in history["reserved_curve"]]
     series.append(plot.Series("reserved", list(zip(seconds, reserved, strict=True)), colors.of_owner("workspace")))
     return plot.Plot("Memory", "seconds", "bytes", series, log_x=False, words_x=words.seconds, words_y=words.size)
 
 
-def sections(story: Story, planned: Mapping[str, float] | None) -> list[html.Section]:
+def sections(history: History, planned: Mapping[str, float] | None) -> list[html.Section]:
     """For a page."""
-    heads, rows = owner_rows(story, planned)
+    heads, rows = owner_rows(history, planned)
     table = html.table_of(
         heads, [[html.cell(c, "n" if at else "") for at, c in enumerate(row)] for row in rows], numbers_from=1
     )
     heads = ["place", "owner", "held", "allocations"]
-    places = [[html.cell(c, "n" if at > 1 else "") for at, c in enumerate(row)] for row in place_rows(story)]
+    places = [[html.cell(c, "n" if at > 1 else "") for at, c in enumerate(row)] for row in place_rows(history)]
     return [
-        html.key_figures(figures(story)),
-        html.Section("Memory over time", "Bytes in use by owner; the line is what the allocator reserved.", areas(story, planned)),
+        html.key_figures(figures(history)),
+        html.Section("Memory over time", "Bytes in use by owner; the line: reserved by the allocator.", areas(history, planned)),
         html.Section("At the peak", "Whose the memory is.", table),
         html.Section("The largest at the peak", "", html.table_of(heads, places, numbers_from=2, wide=True)),
     ]  # fmt: skip
@@ -83,10 +83,10 @@ def sections(story: Story, planned: Mapping[str, float] | None) -> list[html.Sec
 WIDE, HIGH, LEFT, TOP = 900, 260, 70, 10
 
 
-def areas(story: Story, planned: Mapping[str, float] | None) -> str:
+def areas(history: History, planned: Mapping[str, float] | None) -> str:
     """Owners stacked over time, what is reserved as a line, and the planned peak as another."""
-    times = story["times"] or (0,)
-    tallest = max(max(story["reserved_curve"], default=1), story["peak"], sum((planned or {}).values()), 1) * 1.05
+    times = history["times"] or (0,)
+    tallest = max(max(history["reserved_curve"], default=1), history["peak"], sum((planned or {}).values()), 1) * 1.05
     span = max(times[-1], 1)
 
     def x(when: float) -> float:
@@ -96,7 +96,7 @@ def areas(story: Story, planned: Mapping[str, float] | None) -> str:
         return TOP + HIGH * (1 - size / tallest)
 
     drawn, below, key = [], [0.0] * len(times), []
-    for owner, values in story["curve"].items():
+    for owner, values in history["curve"].items():
         if not any(values):
             continue
         above = [low + value for low, value in zip(below, values, strict=True)]
@@ -106,7 +106,7 @@ def areas(story: Story, planned: Mapping[str, float] | None) -> str:
         drawn.append(f'<polygon points="{" ".join(edge + back)}" fill="{color}" data-tip="{escape(owner)}"/>')
         key.append((owner, color))
         below = above
-    line = " ".join(f"{x(t):.1f},{y(v):.1f}" for t, v in zip(times, story["reserved_curve"], strict=True))
+    line = " ".join(f"{x(t):.1f},{y(v):.1f}" for t, v in zip(times, history["reserved_curve"], strict=True))
     drawn.append(f'<polyline points="{line}" fill="none" stroke="#6c7680" stroke-width="1.4" data-tip="reserved"/>')
     if planned is not None:
         at = y(sum(planned.values()))
@@ -125,6 +125,6 @@ def areas(story: Story, planned: Mapping[str, float] | None) -> str:
     )
 
 
-def lines(story: Story) -> Sequence[str]:
+def lines(history: History) -> Sequence[str]:
     """The curve as letters."""
-    return plot.letters(curve(story))
+    return plot.letters(curve(history))

@@ -13,7 +13,7 @@ from shardwise.run.lengths import Lengths
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoadRequest:
     """One request: seconds from the start until it is sent, and tokens of its prompt and answer."""
 
     due: float
@@ -21,14 +21,14 @@ class Asked:
     output: int
 
 
-def draw_load(count: int, rate: float, input: Lengths, output: Lengths, seed: int = 0) -> list[Asked]:
+def draw_load(count: int, rate: float, input: Lengths, output: Lengths, seed: int = 0) -> list[LoadRequest]:
     """So many requests at random moments, `rate` a second (Poisson); without a rate all are due at once, as those of clients that
     wait for their answers are sent when there is room. The first ones are the same however many are drawn."""
     moments, now, due = random.Random(f"{seed} moments"), 0.0, []
     for _ in range(count):
         due.append(now)
         now += moments.expovariate(rate) if rate else 0.0
-    return [Asked(*each) for each in zip(due, input.draw(count, seed), output.draw(count, seed + 1), strict=True)]
+    return [LoadRequest(*each) for each in zip(due, input.draw(count, seed), output.draw(count, seed + 1), strict=True)]
 
 
 def prompt_tokens(seed: int, number: int, length: int, vocab: int) -> list[int]:

@@ -25,7 +25,7 @@ from shardwise.schedules.one_forward_one_backward import one_forward_one_backwar
 from shardwise.schedules.timing import Cost, time
 
 
-def most_held(ranks: int) -> int:
+def max_in_flight(ranks: int) -> int:
     """The most microbatches a rank holds: ceil((P + 2) / 2)."""
     return (ranks + 3) // 2
 
@@ -36,7 +36,7 @@ def bpipe(ranks: int, microbatches: int) -> Schedule:
     timing = time(plain, Cost.even(ranks))
     lists: list[Sequence[Action]] = list(plain.ranks)
     for rank in range(ranks // 2):
-        own, moments = _with_evictions(rank, plain.ranks[rank], timing.start[rank], most_held(ranks))
+        own, moments = _with_evictions(rank, plain.ranks[rank], timing.start[rank], max_in_flight(ranks))
         lists[rank] = own
         partner = ranks - 1 - rank
         lists[partner] = _merged(plain.ranks[partner], timing.end[partner], moments)
@@ -45,10 +45,10 @@ def bpipe(ranks: int, microbatches: int) -> Schedule:
 
 def evictions(ranks: int, rank: int, microbatches: int) -> int:
     """How many microbatches a rank hands to its partner in a step."""
-    if min(microbatches, ranks - rank) <= most_held(ranks):
+    if min(microbatches, ranks - rank) <= max_in_flight(ranks):
         return 0
     plain = one_forward_one_backward(ranks, microbatches).ranks[rank]
-    return len(_with_evictions(rank, plain, [0.0] * len(plain), most_held(ranks))[1]) // 2
+    return len(_with_evictions(rank, plain, [0.0] * len(plain), max_in_flight(ranks))[1]) // 2
 
 
 def _with_evictions(

@@ -31,7 +31,7 @@ from shardwise.serve.speculate.counts import DraftCounts
 from shardwise.serve.speculate.drafter import drafter_of
 from shardwise.serve.speculate.masks import masks_along
 from shardwise.serve.stats import Stats
-from shardwise.serve.under_way import Answer, UnderWay, order_of
+from shardwise.serve.under_way import Answer, LaunchedStep, order_of
 
 
 class Engine:
@@ -68,7 +68,7 @@ class Engine:
         self.answers: dict[str, list[Answer]] = {}
         self.by_sequence: dict[Sequence, Answer] = {}
         self.unforked: dict[Sequence, Answer] = {}
-        self.under_way: deque[UnderWay] = deque()
+        self.under_way: deque[LaunchedStep] = deque()
         self.outputs: list[Output] = []
         self.tables: list[list[int]] = [[] for _ in range(runner.sequences)]
         self.steps = self.computed_tokens = self.generated_tokens = 0
@@ -151,7 +151,7 @@ class Engine:
         outputs, self.outputs = self.outputs, []
         return outputs
 
-    def _launch(self, step: Step) -> UnderWay:
+    def _launch(self, step: Step) -> LaunchedStep:
         """Tell the runner of new sequences and pages, and start it."""
         sampler = self.runner.sampler
         for sequence in step.admitted:
@@ -180,7 +180,7 @@ class Engine:
         launched = self.runner.launch(rows, self._masks(step, order), keeps)
         self.steps += 1
         self.computed_tokens += step.tokens
-        return UnderWay(step, order, launched)
+        return LaunchedStep(step, order, launched)
 
     def _row(self, chunk: Chunk, decoding: bool) -> Row:
         sequence, start, count = chunk.sequence, chunk.start, chunk.count
@@ -227,7 +227,7 @@ class Engine:
             if answer.unwanted:
                 self._end([answer], None)
 
-    def _read(self, under_way: UnderWay) -> None:
+    def _read(self, under_way: LaunchedStep) -> None:
         """Take in what a step picked."""
         step, launched = under_way.step, under_way.launched
         tokens = launched.read()
@@ -323,7 +323,7 @@ class Engine:
         answer = self.by_sequence[chunk.sequence]
         return answer.request.sampling.prompt_logprobs is not None and chunk.start < chunk.sequence.prompt - 1
 
-    def _read_prompts(self, under_way: UnderWay) -> None:
+    def _read_prompts(self, under_way: LaunchedStep) -> None:
         """The logprobs of the tokens of prompts."""
         assert under_way.launched.logits is not None
         first = 0

@@ -26,7 +26,7 @@ class Answer:
 
 
 @dataclass
-class UnderWay:
+class LaunchedStep:
     """A step that was launched."""
 
     step: Step

@@ -28,7 +28,7 @@ from shardwise.tune.answers import Answers, batch_of, packing_of
 from shardwise.tune.logprobs import answer_logprobs
 from shardwise.tune.reference import Reference
 from shardwise.tune.rewards import Rewards
-from shardwise.tune.rounds import Begun, Rounds, prompts_of_round
+from shardwise.tune.rounds import RoundInFlight, Rounds, prompts_of_round
 
 GREEDY = Sampling(0.0, logprobs=0)
 NOW, NEXT, FIGURES = "now/", "next/", "figures"
@@ -60,7 +60,7 @@ class GrpoSource:
         self.rounds = Rounds(state, self.prompts, self.tokenizer, self.rewards, note)
         self.reference = Reference(state, self.tokenizer, log) if self.run.objective.kl_beta else None
         self.answers = _kept(state.kept, NOW)
-        self.ahead: Begun | tuple[Answers, dict[str, Any]] | None = None
+        self.ahead: RoundInFlight | tuple[Answers, dict[str, Any]] | None = None
         following = _kept(state.kept, NEXT)
         if following is not None:
             figures = state.kept[FIGURES].tolist()
@@ -94,7 +94,7 @@ class GrpoSource:
 
     def finish_ahead(self) -> None:
         """Finish the round that was begun: the engine is then free for other weights."""
-        if isinstance(self.ahead, Begun):
+        if isinstance(self.ahead, RoundInFlight):
             self.ahead = self.rounds.make(self.ahead.number, self.ahead)
 
     def batch(self, answers: Answers) -> AnswerBatch:

@@ -29,7 +29,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Begun:
+class RoundInFlight:
     """A round under way: its number, and this rank's first answers."""
 
     number: int
@@ -52,7 +52,7 @@ class Rounds:
         self.size = prompts_of_round(self.run)
         self.thread = ThreadPoolExecutor(1, "rollouts") if asked.asynchronous else None
 
-    def begin(self, number: int) -> Begun:
+    def begin(self, number: int) -> RoundInFlight:
         """Draw the first answers of a round in a thread, with the weights of this moment."""
         assert self.thread is not None
         self.rollouts.update()
@@ -61,9 +61,9 @@ class Rounds:
         places = self._mine(list(range(self.size)))
         group = self.run.objective.group
         draw = self.rollouts.in_background(prompts, places, number, sampling_of(self.run), group)
-        return Begun(number, self.thread.submit(draw))
+        return RoundInFlight(number, self.thread.submit(draw))
 
-    def make(self, number: int, begun: Begun | None = None) -> tuple[Answers, dict[str, Any]]:
+    def make(self, number: int, begun: RoundInFlight | None = None) -> tuple[Answers, dict[str, Any]]:
         """Draw and judge the answers of a round, or finish one; and figures of it. Every rank calls it."""
         asked, history = self.run.objective, self.state.history
         if begun is None:

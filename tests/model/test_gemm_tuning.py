@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise.model.gemm import fp8, tuned
-from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Shape, lies_well
+from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Shape, is_aligned
 from shardwise.model.gemm.decoding import DecodingGemms
 from shardwise.model.gemm.experiment import Experiment
 from shardwise.model.kernels.attention import tiles
@@ -66,10 +66,10 @@ def test_what_the_library_does_not_take_is_left_alone(left: torch.Tensor) -> Non
 
 
 def test_where_a_product_may_be_written() -> None:
-    assert lies_well(torch.zeros(3, 8, dtype=BF16))
-    assert not lies_well(torch.zeros(3, 9, dtype=BF16))  # such is a vocabulary of 50257
-    assert not lies_well(torch.zeros(8, 8, dtype=BF16).mT)
-    assert not lies_well(torch.zeros(33, dtype=BF16)[1:].view(4, 8))
+    assert is_aligned(torch.zeros(3, 8, dtype=BF16))
+    assert not is_aligned(torch.zeros(3, 9, dtype=BF16))  # such is a vocabulary of 50257
+    assert not is_aligned(torch.zeros(8, 8, dtype=BF16).mT)
+    assert not is_aligned(torch.zeros(33, dtype=BF16)[1:].view(4, 8))
 
 
 def test_choices_are_kept_beside_those_of_others(tmp_path: Path) -> None:
@@ -312,8 +312,8 @@ def test_shapes_of_attention_are_kept_for_the_next_process_and_wrong_ones_are_no
     tiles._kept.cache_clear()
     assert tiles.decode_tile(300, 128, device) == tiles.DECODE["many"]
     assert tiles.decode_tile(100, 128, device) == tiles.DECODE["some"]
-    tiles.keep_tiles({tiles.decode_name(256, 128): tiles.DecodeTile(64, 2, 3)}, device)
-    tiles.keep_tiles({tiles.prompt_name(128): tiles.PromptTile(128, 64, 8, 3)}, device)
+    tiles.save_tiles({tiles.decode_name(256, 128): tiles.DecodeTile(64, 2, 3)}, device)
+    tiles.save_tiles({tiles.prompt_name(128): tiles.PromptTile(128, 64, 8, 3)}, device)
     tiles._kept.cache_clear()
     assert tiles.decode_tile(300, 128, device) == tiles.DecodeTile(64, 2, 3)
     assert tiles.decode_tile(300, 64, device) == tiles.DECODE["many"]

@@ -11,9 +11,9 @@ from shardwise.model.quantized.nf4 import (
     NF4Gemm,
     Quantizer,
     dequantize_reference,
-    keep_in_4_bits,
     nf4_values,
     quantize,
+    quantize_to_nf4,
     tree_values,
 )
 from shardwise.run import AdapterConfig
@@ -103,7 +103,7 @@ def test_each_expert_of_a_stack_is_a_matrix_of_its_own(double: bool) -> None:
 def test_a_layer_multiplies_with_what_it_keeps() -> None:
     whole, layer = matrix(32, 128).double(), Linear(128, 32, dtype=torch.float64)
     bias = layer.bias
-    keep_in_4_bits(layer, (0, 2), double=True)
+    quantize_to_nf4(layer, (0, 2), double=True)
     quantizer = Quantizer(lambda name: whole, double=True)
     for name in ("weight", "absmax", "absmax_scales"):
         layer.register_parameter(name, torch.nn.Parameter(quantizer.part(f"q.{name}"), requires_grad=False))

@@ -12,7 +12,7 @@ from interpreted_kernels import Interpreter
 from shardwise.model import Transformer, initialize
 from shardwise.model.quantized.linear import QuantizedGemm, rounded_rows
 from shardwise.model.quantized.matrix import QuantizedMatrix, pack_int4, unpack_int4
-from shardwise.model.quantized.model import held_bytes, layer_matrices, put_matrix, quantize_model
+from shardwise.model.quantized.model import layer_matrices, put_matrix, quantize_model, stored_bytes
 from shardwise.model.quantized.rounding import integers_of, round_matrix
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
@@ -110,7 +110,7 @@ def test_the_plan_counts_the_bytes_that_a_model_holds(weights: str) -> None:
     quantize_model(model, weights)
     tables = [layer_parameters(config, config.is_moe(n)) for n in range(2)]
     entries = [*first_parameters(config), *last_parameters(config), *(entry for table in tables for entry in table)]
-    assert held_bytes(model) == sum(parameter_bytes(entry, weights, "float32") for entry in entries)
+    assert stored_bytes(model) == sum(parameter_bytes(entry, weights, "float32") for entry in entries)
     packed = {id(matrix) for _, matrix in layer_matrices(model) if isinstance(matrix, QuantizedMatrix)}
     assert len(packed) == (sum(map(is_reduced, entries)) if weights in FORMATS else 0)
 

@@ -14,7 +14,7 @@ from all_layouts import MANY, Planned, draw_job, front, planned
 from shardwise.plan.plan import plan
 from shardwise.plan.search import SearchResult, search
 from shardwise.plan.search.pool import SLOWER
-from shardwise.plan.search.search import keeping
+from shardwise.plan.search.search import with_least_recompute
 from shardwise.run import Run, UserError, run_from_dict, to_toml
 
 SMALL, JOBS = 3, 40
@@ -71,7 +71,7 @@ def least_of_budgets(points: list[Planned]) -> float:
     fastest = min(one.seconds for one in points if one.fits)
     full = [one.run for one in points if one.fits and one.run.layout.recompute == "full"]
     saving = {run: replace(run, layout=replace(run.layout, recompute="none")) for run in full}
-    kept = [keeping(run) for run in full if unlike.get(saving[run], 0.0) < fastest]
+    kept = [with_least_recompute(run) for run in full if unlike.get(saving[run], 0.0) < fastest]
     return min((one.seconds for one in planned([run for run in kept if run is not None])), default=math.inf)
 
 

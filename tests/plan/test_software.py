@@ -11,7 +11,7 @@ from shardwise.cli.main import main
 from shardwise.plan.as_program import read_program
 from shardwise.plan.cost.constants import BOUNDS, NAMES, fitted, scaled
 from shardwise.plan.cost.frameworks import FRAMEWORKS
-from shardwise.plan.cost.software import ALIASES, FACTS, PROGRAMS, Situation, mixture, stack_of, year_of
+from shardwise.plan.cost.software import ALIASES, FACTS, PROGRAMS, Situation, framework_of_facts, mixture, year_of
 from shardwise.plan.published.rows import job_of_row, published
 from shardwise.plan.published.validate import predict
 from shardwise.run import UserError
@@ -43,30 +43,32 @@ def test_the_year_of_a_release(software: dict[str, str], year: float) -> None:
 
 def test_a_program_changes_with_its_release() -> None:
     names = [
-        stack_of({"framework": "megatron-lm", "release": r}, TENSOR).framework.name
+        framework_of_facts({"framework": "megatron-lm", "release": r}, TENSOR).framework.name
         for r in ("2020-05", "2022-05", "2025-01")
     ]
     assert names == ["megatron", "megatron-2022", "nemo"]
 
 
 def test_a_stated_fact_is_planned_and_is_no_longer_open() -> None:
-    unknown = stack_of({"framework": "nemo"}, TENSOR)
+    unknown = framework_of_facts({"framework": "nemo"}, TENSOR)
     assert any("tp overlap" in a.what for a in unknown.alternatives)
     for stated, share in ((True, 0.85), (False, 0.0)):
-        stack = stack_of({"framework": "nemo", "tp_overlap": stated}, TENSOR)
-        assert stack.framework.tensor_overlap == share
-        assert not any("tp overlap" in a.what for a in stack.alternatives)
+        declared = framework_of_facts({"framework": "nemo", "tp_overlap": stated}, TENSOR)
+        assert declared.framework.tensor_overlap == share
+        assert not any("tp overlap" in a.what for a in declared.alternatives)
 
 
 def test_facts_that_do_not_matter_are_not_open() -> None:
-    alone = stack_of({"framework": "nemo", "attention": "te", "cuda_graphs": False}, Situation("hopper"))
+    alone = framework_of_facts({"framework": "nemo", "attention": "te", "cuda_graphs": False}, Situation("hopper"))
     assert alone.alternatives == ()
 
 
 def test_a_new_name_is_planned_as_what_is_common_and_said_to_be_unknown() -> None:
-    dense = stack_of({"framework": "something-new"}, Situation("hopper", zero=3, data=64))
+    dense = framework_of_facts({"framework": "something-new"}, Situation("hopper", zero=3, data=64))
     assert (dense.framework.family, dense.known) == ("fsdp", False)
-    assert stack_of({"framework": "something-new"}, Situation("ampere", tensor=8)).framework.family == "megatron"
+    assert (
+        framework_of_facts({"framework": "something-new"}, Situation("ampere", tensor=8)).framework.family == "megatron"
+    )
 
 
 def test_what_nobody_stated_moves_the_prediction_and_widens_its_interval() -> None:

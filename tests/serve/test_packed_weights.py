@@ -12,7 +12,7 @@ from engines import FAMILIES, LONGEST, answers, model_of, tokens_of
 
 from shardwise.checkpoint.weights import load_model
 from shardwise.model.quantized.matrix import QuantizedMatrix
-from shardwise.model.quantized.model import held_bytes, keep_weights, layer_matrices, quantize_model
+from shardwise.model.quantized.model import keep_weights, layer_matrices, quantize_model, stored_bytes
 from shardwise.model.quantized.rounding import round_matrix
 from shardwise.plan.serving.plan import plan_serving
 from shardwise.plan.serving.pool import weight_bytes
@@ -74,7 +74,7 @@ def test_a_checkpoint_is_rounded_as_it_is_read(checkpoint: Path, weights: str) -
     engine = make_engine(checkpoint, run)
     model = engine.runner.model
     plain, _ = load_model(checkpoint, torch.float32)
-    assert held_bytes(model) == weight_bytes(run)
+    assert stored_bytes(model) == weight_bytes(run)
     for (_, made), (_, weight) in zip(layer_matrices(model), layer_matrices(plain), strict=True):
         if weights == "bfloat16":
             assert torch.equal(made, weight.bfloat16())
@@ -92,7 +92,7 @@ def test_a_head_in_8_bits_is_rounded_by_row_and_counted(checkpoint: Path, weight
     engine = make_engine(checkpoint, run)
     model = engine.runner.model
     assert isinstance(model.head.weight, QuantizedMatrix)
-    assert held_bytes(model) == weight_bytes(run) < weight_bytes(replace(run, serve=replace(run.serve, head="auto")))
+    assert stored_bytes(model) == weight_bytes(run) < weight_bytes(replace(run, serve=replace(run.serve, head="auto")))
     plain, _ = load_model(checkpoint, torch.float32)
     wanted = round_matrix(plain.head.weight.detach(), FORMATS["int8"])
     assert torch.equal(model.head.weight.dequantized(), wanted.dequantized())

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from shardwise.cli.main import main
+from shardwise.trace.memory.history import explain_snapshot
 from shardwise.trace.memory.snapshot import read_profiled, read_snapshots
-from shardwise.trace.memory.story import tell
 
 FORWARD = [
     dict(filename="/home/me/model.py", line=10, name="forward"),
@@ -106,25 +106,25 @@ def written(path: Path, found: Any) -> Path:
 def test_every_byte_has_the_owner_that_made_it(seed: int, tmp_path: Path) -> None:
     machine = trained(seed=seed)
     (snapshot,) = read_snapshots(written(tmp_path / "a.pickle", machine.dump()))
-    story = tell(snapshot)
+    history = explain_snapshot(snapshot)
     top = max(machine.books, key=lambda held: sum(held.values()))
-    assert story.peak == sum(top.values())
-    assert story.owners == top
-    totals = [sum(values) for values in zip(*story.curve.values(), strict=True)]
-    assert max(totals) == story.peak
-    assert len(story.times) <= 400
-    assert story.reserved_peak == machine.reserved
-    assert story.fragmentation == 1 - story.peak / story.reserved
-    assert any(place == "model.py:10 forward" and owner == "activations" for owner, place, _, _ in story.places)
-    assert sum(size for _, _, size, _ in story.places) == story.peak  # few places here: none is left out
+    assert history.peak == sum(top.values())
+    assert history.owners == top
+    totals = [sum(values) for values in zip(*history.curve.values(), strict=True)]
+    assert max(totals) == history.peak
+    assert len(history.times) <= 400
+    assert history.reserved_peak == machine.reserved
+    assert history.fragmentation == 1 - history.peak / history.reserved
+    assert any(place == "model.py:10 forward" and owner == "activations" for owner, place, _, _ in history.places)
+    assert sum(size for _, _, size, _ in history.places) == history.peak  # few places here: none is left out
 
 
 def test_a_history_that_lost_its_beginning(tmp_path: Path) -> None:
     """A ring buffer keeps the last events: what was there before is known by what is there at the end or is freed."""
     machine = trained()
-    whole = tell(read_snapshots(written(tmp_path / "a.pkl", machine.dump()))[0])
+    whole = explain_snapshot(read_snapshots(written(tmp_path / "a.pkl", machine.dump()))[0])
     step = (len(machine.trace)) * 2 // 3  # the last step
-    part = tell(read_snapshots(written(tmp_path / "b.pkl", machine.dump(step)))[0])
+    part = explain_snapshot(read_snapshots(written(tmp_path / "b.pkl", machine.dump(step)))[0])
     tops = machine.books[step:]
     assert part.peak == max(sum(held.values()) for held in tops)
     assert part.owners["parameters"] == whole.owners["parameters"]
@@ -209,10 +209,10 @@ def test_what_profile_records(tmp_path: Path) -> None:
         json.dump(dict(owners={}, allocator=dict(history=history, segments=segments, marks=marks, owners=owners)), file)
     snapshot = read_profiled(path, 3)
     assert snapshot is not None
-    story = tell(snapshot)
+    history = explain_snapshot(snapshot)
     top = max(machine.books, key=lambda held: sum(held.values()))
-    assert story.owners == top
-    assert story.layers == {"layers.1": top["activations"]}
+    assert history.owners == top
+    assert history.layers == {"layers.1": top["activations"]}
     with gzip.open(path, "wt") as file:
         json.dump(dict(owners={}, allocator={}), file)
     assert read_profiled(path, 3) is None

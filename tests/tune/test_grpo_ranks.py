@@ -134,7 +134,7 @@ def test_adapters_are_merged_for_the_engine(
     assert found[-1]["kl"] > 1e-6
 
 
-def held_bytes(rank: int, run: Run) -> int:
+def stored_bytes(rank: int, run: Run) -> int:
     weights = RolloutWeights(TrainState(run))
     parts = [part for several in weights.parts.values() for part in several.values() if part is not None]
     return sum(each.numel() * each.element_size() for each in [*dict(weights.copied).values(), *parts])
@@ -147,7 +147,7 @@ def test_the_engine_holds_of_adapted_matrices_what_the_plan_says(
     ranks: RankPool, task: Path, kind: str, layout: dict[str, Any]
 ) -> None:
     run = grpo_run(task, model=WIDE, adapter=dict(kind=kind, rank=2, targets=["q", "down"]), layout=layout)
-    assert ranks.run(2, held_bytes, run) == [own_weight_bytes(run, gpu=False)] * 2
+    assert ranks.run(2, stored_bytes, run) == [own_weight_bytes(run, gpu=False)] * 2
 
 
 @pytest.mark.large("pairs of axes, experts and drawn layouts; the small tier has each axis alone")

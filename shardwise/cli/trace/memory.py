@@ -16,27 +16,27 @@ from shardwise.ledger import Difference, as_dict
 from shardwise.run import Problem, Run, UserError, read_run
 
 if TYPE_CHECKING:
-    from shardwise.trace.memory.story import MemoryStory
+    from shardwise.trace.memory.history import MemoryHistory
 
 TEMPORARY = ("logits", "gathered", "buffers")
 """Owners of a plan that come and go within a pass: a snapshot cannot tell them apart."""
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What memory is compared with."""
+class MemoryBaseline:
+    """The memory that `--against` names."""
 
     name: str
     owners: Mapping[str, float]
     """Bytes at the peak."""
 
-    def differences(self, story: MemoryStory) -> list[Difference]:
+    def differences(self, history: MemoryHistory) -> list[Difference]:
         """Owner by owner, and all together."""
-        names = dict.fromkeys([*self.owners, *story.owners])
+        names = dict.fromkeys([*self.owners, *history.owners])
         each = [
-            Difference("memory", name, self.owners.get(name, 0.0), float(story.owners.get(name, 0))) for name in names
+            Difference("memory", name, self.owners.get(name, 0.0), float(history.owners.get(name, 0))) for name in names
         ]
-        return [*each, Difference("memory", "peak", sum(self.owners.values()), float(story.peak))]
+        return [*each, Difference("memory", "peak", sum(self.owners.values()), float(history.peak))]
 
 
 def snapshots_among(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
@@ -47,29 +47,29 @@ def snapshots_among(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     return found, [path for path in paths if path not in found]
 
 
-def stories_of(snapshots: Sequence[Path]) -> list[MemoryStory]:
-    """Every device of some snapshots."""
+def histories_of(snapshots: Sequence[Path]) -> list[MemoryHistory]:
+    """The memory history of every device of some snapshots."""
+    from shardwise.trace.memory.history import explain_snapshot
     from shardwise.trace.memory.snapshot import read_snapshots
-    from shardwise.trace.memory.story import tell
 
-    return [tell(each) for path in snapshots for each in read_snapshots(path)]
+    return [explain_snapshot(each) for path in snapshots for each in read_snapshots(path)]
 
 
-def stories_beside(paths: Sequence[Path]) -> list[MemoryStory]:
+def profiled_histories(paths: Sequence[Path]) -> list[MemoryHistory]:
     """Of the ranks of profiles that `shardwise profile` recorded on GPUs."""
+    from shardwise.trace.memory.history import explain_snapshot
     from shardwise.trace.memory.snapshot import read_profiled
-    from shardwise.trace.memory.story import tell
 
     found = []
     for path in paths:
         for file in sorted((path / "memory").glob("rank-*.json.gz")) if path.is_dir() else ():
             snapshot = read_profiled(file, int(file.name.split("-")[1].split(".")[0]))
             if snapshot is not None:
-                found.append(tell(snapshot))
+                found.append(explain_snapshot(snapshot))
     return found
 
 
-def beside(args: argparse.Namespace, rank: int) -> Beside | None:
+def baseline_of(args: argparse.Namespace, rank: int) -> MemoryBaseline | None:
     """What `--against` names, as memory; None where it has none."""
     from shardwise.trace.memory.snapshot import is_snapshot
 
@@ -87,25 +87,35 @@ def beside(args: argparse.Namespace, rank: int) -> Beside | None:
     if path.suffix == ".toml":
         return planned_of(read_run(path, []), rank)
     if is_snapshot(path):
-        other = next(iter(stories_of([path])), None)
-        return None if other is None else Beside("before", {name: float(size) for name, size in other.owners.items()})
+        other = next(iter(histories_of([path])), None)
+        return (
+            None
+            if other is None
+            else MemoryBaseline("before", {name: float(size) for name, size in other.owners.items()})
+        )
     if path.is_dir():
-        others = stories_beside([path])
+        others = profiled_histories([path])
         other = next((each for each in others if each.rank == rank), others[0] if others else None)
-        return None if other is None else Beside("before", {name: float(size) for name, size in other.owners.items()})
+        return (
+            None
+            if other is None
+            else MemoryBaseline("before", {name: float(size) for name, size in other.owners.items()})
+        )
     try:
         stages = json.loads(path.read_text(encoding="utf-8"))["memory"]["stages"]
-        return Beside("plan", _as_seen(max(stages, key=lambda owners: sum(owners.values()))))
+        return MemoryBaseline("plan", _as_seen(max(stages, key=lambda owners: sum(owners.values()))))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(Problem(f"{path} has no memory to compare with", "--against")) from None
 
 
-def planned_of(run: Run, rank: int) -> Beside:
+def planned_of(run: Run, rank: int) -> MemoryBaseline:
     """The plan of a rank, as the allocator sees it."""
     from shardwise.plan.plan import plan
 
     stages = plan(run).account.memory.ranks
-    return Beside("plan", _as_seen(stages[min(rank * len(stages) // max(run.layout.world, 1), len(stages) - 1)]))
+    return MemoryBaseline(
+        "plan", _as_seen(stages[min(rank * len(stages) // max(run.layout.world, 1), len(stages) - 1)])
+    )
 
 
 def _as_seen(owners: Mapping[str, float]) -> dict[str, float]:
@@ -116,57 +126,59 @@ def _as_seen(owners: Mapping[str, float]) -> dict[str, float]:
 
 def execute_memory(args: argparse.Namespace, snapshots: Sequence[Path]) -> int:
     """Tell snapshots alone. Exit code 1 where the peak is above what `--fail-above` allows."""
-    stories = stories_of(snapshots)
-    if not stories:
+    histories = histories_of(snapshots)
+    if not histories:
         raise UserError(Problem("has no device with memory or a history", where=str(snapshots[0])))
-    others = [beside(args, story.rank) for story in stories]
-    passed = all(passes(args, story, other) for story, other in zip(stories, others, strict=True))
+    others = [baseline_of(args, history.rank) for history in histories]
+    passed = all(passes(args, history, other) for history, other in zip(histories, others, strict=True))
     if args.html:
         from shardwise.report import html, memory_view
 
-        parts = [section for story, other in zip(stories, others, strict=True)
-                 for section in memory_view.sections(as_record(story), None if other is None else other.owners)]  # fmt: skip
+        parts = [section for history, other in zip(histories, others, strict=True)
+                 for section in memory_view.sections(as_record(history), None if other is None else other.owners)]  # fmt: skip
         write_file(args.html, html.page(f"Memory of {snapshots[0].name}", parts).encode())
         print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
-        print(json.dumps({"memory_snapshots": as_json(stories, others), "passed": passed}))
+        print(json.dumps({"memory_snapshots": as_json(histories, others), "passed": passed}))
     else:
-        show(stories, others)
+        show(histories, others)
     return 0 if passed else 1
 
 
-def passes(args: argparse.Namespace, story: MemoryStory, other: Beside | None) -> bool:
+def passes(args: argparse.Namespace, history: MemoryHistory, other: MemoryBaseline | None) -> bool:
     """Whether a peak is not above what is allowed."""
     if other is None or args.fail_above is None:
         return True
-    return story.peak <= sum(other.owners.values()) * (1 + args.fail_above / 100)
+    return history.peak <= sum(other.owners.values()) * (1 + args.fail_above / 100)
 
 
-def as_record(story: MemoryStory) -> dict[str, Any]:
-    """A story as plain data."""
-    return as_dict(story) | {"fragmentation": story.fragmentation}
+def as_record(history: MemoryHistory) -> dict[str, Any]:
+    """A history as plain data."""
+    return as_dict(history) | {"fragmentation": history.fragmentation}
 
 
-def as_json(stories: Sequence[MemoryStory], others: Sequence[Beside | None]) -> list[dict[str, Any]]:
+def as_json(histories: Sequence[MemoryHistory], others: Sequence[MemoryBaseline | None]) -> list[dict[str, Any]]:
     """For programs; sizes in bytes, times in microseconds."""
     found = []
-    for story, other in zip(stories, others, strict=True):
+    for history, other in zip(histories, others, strict=True):
         more = (
-            {} if other is None else {"against": {"name": other.name, "differences": as_dict(other.differences(story))}}
+            {}
+            if other is None
+            else {"against": {"name": other.name, "differences": as_dict(other.differences(history))}}
         )
-        found.append(as_record(story) | more)
+        found.append(as_record(history) | more)
     return found
 
 
-def show(stories: Sequence[MemoryStory], others: Sequence[Beside | None]) -> None:
+def show(histories: Sequence[MemoryHistory], others: Sequence[MemoryBaseline | None]) -> None:
     """For people."""
     from rich.text import Text
 
     from shardwise.report import memory_view, terminal
 
     console = terminal.Console(highlight=False)
-    for story, other in zip(stories, others, strict=True):
-        record = as_record(story)
+    for history, other in zip(histories, others, strict=True):
+        record = as_record(history)
         console.print(terminal.key_figures(memory_view.figures(record)))
         heads, rows = memory_view.owner_rows(record, None if other is None else other.owners)
         for names, lines in (

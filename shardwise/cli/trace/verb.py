@@ -79,8 +79,8 @@ def execute(args: argparse.Namespace) -> int:
     if snapshots and not profiles:
         return memory.execute_memory(args, snapshots)
     args.paths = profiles
-    stories = [*memory.stories_of(snapshots), *memory.stories_beside(profiles)]
-    others = [memory.beside(args, story.rank) for story in stories]
+    histories = [*memory.histories_of(snapshots), *memory.profiled_histories(profiles)]
+    others = [memory.baseline_of(args, history.rank) for history in histories]
     explained = read_and_explain(args.paths, args)
     comparison = None
     if args.against is not None:
@@ -97,7 +97,7 @@ def execute(args: argparse.Namespace) -> int:
         print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
         compared = {"against": comparison.as_dict() | {"passed": passed}} if comparison else {}
-        told = {"memory_snapshots": memory.as_json(stories, others)} if stories else {}
+        told = {"memory_snapshots": memory.as_json(histories, others)} if histories else {}
         print(json.dumps(as_json(explained) | compared | told))
     else:
         _print(explained.answers, explained.problems)
@@ -105,9 +105,9 @@ def execute(args: argparse.Namespace) -> int:
             from shardwise.cli.trace.against import show
 
             show(comparison, passed, args)
-        if stories:
+        if histories:
             print()
-            memory.show(stories, others)
+            memory.show(histories, others)
     return 0 if passed else 1
 
 

@@ -19,11 +19,11 @@ from shardwise.model.kernels.attention.tiles import (
     PROMPT,
     DecodeTile,
     PromptTile,
-    crowd,
     decode_name,
-    is_kept,
-    keep_tiles,
+    has_tile,
     prompt_name,
+    save_tiles,
+    sequence_bucket,
 )
 
 PAGE = 64
@@ -108,12 +108,12 @@ def tune_attention(
     for heads, kv_heads, width in shapes:
         cases: list[tuple[str, Tile, dict[Tile, float]]] = []
         for sequences in SEQUENCES:
-            if is_kept(decode_name(sequences, width), device):
+            if has_tile(decode_name(sequences, width), device):
                 continue
-            plain = DECODE[crowd(sequences)]
+            plain = DECODE[sequence_bucket(sequences)]
             times = decode_times(heads, kv_heads, width, sequences, dict.fromkeys((plain, *MORE_DECODE)), device, pool)
             cases.append((decode_name(sequences, width), plain, times))
-        if width <= 128 and not is_kept(prompt_name(width), device):
+        if width <= 128 and not has_tile(prompt_name(width), device):
             cases.append(
                 (prompt_name(width), PROMPT, prompt_times(heads, kv_heads, width, (PROMPT, *MORE_PROMPT), device, pool))
             )
@@ -122,6 +122,6 @@ def tune_attention(
             best = min(times, key=lambda tile: times[tile])
             chosen[name] = best if times[best] < BETTER * times.get(usual, float("inf")) else usual
     if chosen:
-        keep_tiles(chosen, device)
+        save_tiles(chosen, device)
     torch.cuda.empty_cache()
     return chosen

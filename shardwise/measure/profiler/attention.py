@@ -74,6 +74,6 @@ def bound(operator: Any, args: tuple[Any, ...], keys: dict[str, Any]) -> dict[st
     return dict(zip(argument_names(operator), args, strict=False)) | keys
 
 
-def made_again(flops: Any, q: Tensor, v: Tensor) -> Any:
+def recomputed_scores(flops: Any, q: Tensor, v: Tensor) -> Any:
     """Of the forward pass, what a fused kernel's backward pass makes once more: the product of queries and keys."""
     return flops * (q.shape[-1] / (q.shape[-1] + v.shape[-1]))

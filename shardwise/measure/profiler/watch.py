@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from shardwise.measure.profiler.attention import NAMES, bound, kernel_of, made_again, sdpa_flops
+from shardwise.measure.profiler.attention import NAMES, bound, kernel_of, recomputed_scores, sdpa_flops
 from shardwise.measure.profiler.clock import Clock
 from shardwise.measure.profiler.formulas import formula_of, is_counted, is_unknown
 from shardwise.torch_private import (
@@ -201,7 +201,7 @@ class Watch:
             flops = flops_of(given)
             self.add(self.flops, label, 2.0 * flops if backward else flops)
             if backward:
-                self.add(self.fused, label[0], made_again(flops, given["query"], given["value"]))
+                self.add(self.fused, label[0], recomputed_scores(flops, given["query"], given["value"]))
         elif (formula := formula_of(operator)) is not None:
             flops = formula(args, keys, out)
             self.add(self.flops, label, flops)
@@ -225,7 +225,7 @@ class Watch:
             self.attending = False
             self.mark(owner)
         if out.requires_grad:
-            again = made_again(flops, given["query"], given["value"]) if self._fused else 0.0
+            again = recomputed_scores(flops, given["query"], given["value"]) if self._fused else 0.0
 
             def backward(_: Tensor) -> None:
                 self.add(self.flops, (owner, BACKWARD), 2.0 * flops)

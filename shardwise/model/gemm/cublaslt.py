@@ -92,7 +92,7 @@ def _lies(x: Tensor) -> tuple[bool, int] | None:
     return (transposed, step) if inner == 1 and long and aligned else None
 
 
-def lies_well(out: Tensor) -> bool:
+def is_aligned(out: Tensor) -> bool:
     """Whether a matrix may be written, or added to: rows one after the other, from where kernels can begin."""
     return out.is_contiguous() and out.data_ptr() % ALIGNED == 0 and out.shape[1] * out.element_size() % ALIGNED == 0
 

@@ -21,8 +21,8 @@ from shardwise.model.gemm.cublaslt import (
     LibraryError,
     Multiplication,
     Shape,
+    is_aligned,
     library,
-    lies_well,
     version,
 )
 from shardwise.model.layers import Gemm, Linear
@@ -92,7 +92,7 @@ def multiply_into(
     fast: bool = False,
 ) -> bool:
     """Multiply by the algorithm chosen, and add to `base`; false where there is none. `scales` and `fast` are those of 8 bits."""
-    if not out.is_cuda or library() is None or not all(lies_well(x) for x in (out, base) if x is not None):
+    if not out.is_cuda or library() is None or not all(is_aligned(x) for x in (out, base) if x is not None):
         return False
     shape = Shape.of(left, right, out.dtype, adds=base is not None and base is not out, fast=fast)
     if shape is None:

@@ -83,7 +83,7 @@ class QuantizedMatrix(torch.Tensor):
         return self.shape[-1] // self.scale.shape[-1]
 
     @property
-    def held_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """Of all its parts."""
         return sum(part.numel() * part.itemsize for part in (self.packed, self.scale, self.zero) if part is not None)
 

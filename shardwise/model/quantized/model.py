@@ -74,9 +74,9 @@ def keep_weights(model: Transformer, weights: str, head: str = "auto") -> int:
         made = round_matrix(model.head.weight.detach(), FORMATS[head], model.dtype or model.head.weight.dtype)
         assert made is not None
         put_matrix(model, "head.weight", made)
-    return held_bytes(model) if use_quantized_gemms(model) else 0
+    return stored_bytes(model) if use_quantized_gemms(model) else 0
 
 
-def held_bytes(model: nn.Module) -> int:
+def stored_bytes(model: nn.Module) -> int:
     """Bytes that a model's parameters take."""
-    return sum(p.held_bytes if isinstance(p, QuantizedMatrix) else p.numel() * p.itemsize for p in model.parameters())
+    return sum(p.stored_bytes if isinstance(p, QuantizedMatrix) else p.numel() * p.itemsize for p in model.parameters())

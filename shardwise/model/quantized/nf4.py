@@ -169,7 +169,7 @@ def whole_matrix(codes: Tensor, absmax: Tensor | None, scales: Tensor | None, dt
     return dequantize(codes, *_numbers(absmax, scales), 0, 2 * codes.shape[-1] // BLOCK, dtype)
 
 
-def keep_in_4_bits(layer: Linear, place: tuple[int, int], double: bool) -> None:
+def quantize_to_nf4(layer: Linear, place: tuple[int, int], double: bool) -> None:
     """Let a layer's matrix be of 4 bits: its parameters, still without values, and its GEMM."""
     for name in ("weight", "absmax", "absmax_scales")[: 3 if double else 2]:
         values = torch.empty(0, dtype=torch.uint8, device="meta")
@@ -198,7 +198,7 @@ class _MultiplyStack(torch.autograd.Function):
         return grad, None, None, None, None, None, None
 
 
-def keep_experts_in_4_bits(experts: Experts, places: dict[str, tuple[int, int]], double: bool) -> None:
+def quantize_experts_to_nf4(experts: Experts, places: dict[str, tuple[int, int]], double: bool) -> None:
     """Let the matrices of stacked experts be of 4 bits: their parameters, still without values, and their GEMMs. `places` says of
     each matrix where its slice lies."""
     for part in places:

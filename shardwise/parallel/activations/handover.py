@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.parallel.activations.saving import Known
+from shardwise.parallel.activations.saving import Recomputable
 from shardwise.parallel.mesh import Mesh
 from shardwise.schedules import Action, Schedule
 from shardwise.torch_private import gathered_tensors, is_fake, local_shard, sharded_groups, storage_key
@@ -29,7 +29,7 @@ Key = tuple[int, int]
 """Stage and microbatch."""
 
 
-class Place:
+class SavedTensor:
     """Where autograd finds a tensor that it saved; weakly known to what evicts it."""
 
     __slots__ = ("__weakref__", "learns", "tensor")
@@ -46,7 +46,7 @@ class Place:
 class _Part:
     """A tensor in a message: where its storage begins there, and how it lies in that."""
 
-    place: Place | Known
+    place: SavedTensor | Recomputable
     input: int
     """Which of the tensors that it is made of, where it is one that is recomputed."""
     first: int
@@ -57,30 +57,30 @@ class _Part:
 
 
 @dataclass
-class Held:
+class SavedMicrobatch:
     """What the forward pass of a microbatch saved."""
 
     places: list[weakref.ref[Any]] = field(default_factory=list)
     parts: list[_Part] = field(default_factory=list)
 
-    def keep(self, x: Tensor) -> Tensor | Place:
+    def keep(self, x: Tensor) -> Tensor | SavedTensor:
         """What autograd keeps in place of a tensor."""
         if isinstance(x, nn.Parameter) or x.layout != torch.strided:
             return x
-        place = Place(x)
+        place = SavedTensor(x)
         self.places.append(weakref.ref(place))
         return place
 
-    def note(self, known: Known) -> None:
+    def note(self, known: Recomputable) -> None:
         """A tensor that is recomputed: what it is made of is handed over."""
         self.places += [weakref.ref(each) for each in known.made_of()]
 
-    def _tensors(self) -> list[tuple[Place | Known, int, Tensor]]:
+    def _tensors(self) -> list[tuple[SavedTensor | Recomputable, int, Tensor]]:
         """What is saved now, each tensor with where it is kept."""
         alive = {id(place): place for ref in self.places if (place := ref()) is not None}
-        found: list[tuple[Place | Known, int, Tensor]] = []
+        found: list[tuple[SavedTensor | Recomputable, int, Tensor]] = []
         for place in alive.values():
-            if isinstance(place, Place):
+            if isinstance(place, SavedTensor):
                 found.append((place, 0, place.tensor))
             else:
                 found += [(place, n, x) for n, x in enumerate(place.inputs) if isinstance(x, Tensor)]
@@ -122,8 +122,8 @@ class Held:
         self.parts = []
 
 
-def _set(place: Place | Known, number: int, x: Tensor) -> None:
-    if isinstance(place, Place):
+def _set(place: SavedTensor | Recomputable, number: int, x: Tensor) -> None:
+    if isinstance(place, SavedTensor):
         place.tensor = x
     else:
         place.inputs = (*place.inputs[:number], x, *place.inputs[number + 1 :])
@@ -157,7 +157,7 @@ class Handover:
         # Each direction has a communicator of its own, as between stages.
         self.out, self.back = both[me > partner], both[me < partner]
         self.evicted = {(a.stage, a.microbatch) for a in schedule.ranks[me] if a.kind == "E"}
-        self.held: dict[Key, Held] = {}
+        self.held: dict[Key, SavedMicrobatch] = {}
         self.arriving: dict[Key, tuple[Tensor, Any]] = {}
         """What comes from the partner: microbatches evicted by it, or own ones that come back."""
         self.loaded: dict[Key, Tensor] = {}
@@ -167,9 +167,9 @@ class Handover:
         """Whether the microbatch that goes forward here will be handed over."""
         return (action.stage, action.microbatch) in self.evicted
 
-    def keeper(self, action: Action) -> Held:
+    def keeper(self, action: Action) -> SavedMicrobatch:
         """What keeps all that a forward pass saves, so that it can be handed over."""
-        held = self.held[action.stage, action.microbatch] = Held()
+        held = self.held[action.stage, action.microbatch] = SavedMicrobatch()
         return held
 
     def evict(self, key: Key, batch: Any, stays: Iterable[Tensor], ends: Iterable[Tensor]) -> None:

@@ -3,7 +3,7 @@
 `full` saves a block's input alone, at the price of a third more work; `attention` recomputes only the part whose memory grows with
 the square of the sequence (Korthikanti et al. 2022); `operations` recomputes the named parts; `budget` recomputes as few whole
 blocks as the memory allows, by the planner's count of what a block saves; `optimal` makes single tensors again, those that take the
-least time for the memory that must be spared (`made_again.py`). The first three may be limited to every n-th layer.
+least time for the memory that must be spared (`rematerialize.py`). The first three may be limited to every n-th layer.
 Traffic inside a recomputed part happens once more, except what comes after the last tensor that its backward pass needs. Routers
 do not count a recomputed token twice.
 """

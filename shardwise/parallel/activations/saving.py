@@ -26,7 +26,7 @@ Form = Callable[[Tensor], tuple[tuple[Tensor, ...], Callable[..., Tensor]]]
 
 
 @dataclass
-class Known:
+class Recomputable:
     """A tensor that can be recomputed from others."""
 
     inputs: tuple[Tensor | _View, ...] = ()
@@ -36,7 +36,7 @@ class Known:
     users: int = 0
     whole: Tensor | None = None
 
-    def made_of(self) -> Iterator[Known]:
+    def made_of(self) -> Iterator[Recomputable]:
         """It, and those of which what it is made of is made."""
         yield self
         for each in self.inputs:
@@ -72,7 +72,7 @@ class Known:
 
 @dataclass(frozen=True)
 class _View:
-    of: Known
+    of: Recomputable
     shape: torch.Size
     stride: tuple[int, ...]
     offset: Any
@@ -82,35 +82,35 @@ class _View:
 class _Slot:
     """What an operator saved before it was known what that is."""
 
-    packed: Tensor | _View | Kept
+    packed: Tensor | _View | PackedTensor
 
 
-class Kept(Protocol):
+class PackedTensor(Protocol):
     """What stands for a tensor that is saved."""
 
     def take(self) -> Tensor: ...
 
 
-class Keeper(Protocol):
+class SavedTensorHook(Protocol):
     """Who wants to know what is saved, to put it elsewhere for a while."""
 
-    def keep(self, x: Tensor) -> Tensor | Kept:
+    def keep(self, x: Tensor) -> Tensor | PackedTensor:
         """A tensor is saved; gives what is saved in its place."""
 
-    def note(self, known: Known) -> None:
+    def note(self, known: Recomputable) -> None:
         """What a tensor can be made of again is saved."""
 
 
 _SLOTS: list[_Slot] | None = None
-_KEEPER: Keeper | None = None
-_KNOWN: dict[int, tuple[weakref.ref[Any], Known]] = {}
+_KEEPER: SavedTensorHook | None = None
+_KNOWN: dict[int, tuple[weakref.ref[Any], Recomputable]] = {}
 _OPEN = 0
 
 
 def note_form(x: Tensor, form: Form) -> None:
     """Let a tensor be kept in another form, if it is saved."""
     if _OPEN:
-        _remember(x, Known(form=form))
+        _remember(x, Recomputable(form=form))
 
 
 def note(x: Tensor, inputs: Sequence[Tensor], make: Callable[..., Tensor]) -> None:
@@ -120,10 +120,10 @@ def note(x: Tensor, inputs: Sequence[Tensor], make: Callable[..., Tensor]) -> No
         for each, view in zip(inputs, views, strict=True):
             if isinstance(view, _View):
                 view.of.keep(each)
-        _remember(x, Known(views, make))
+        _remember(x, Recomputable(views, make))
 
 
-def _remember(x: Tensor, known: Known) -> None:
+def _remember(x: Tensor, known: Recomputable) -> None:
     storage = x.untyped_storage()
     key = storage_key(storage)
     _KNOWN[key] = (weakref.ref(storage, lambda _: _KNOWN.pop(key, None)), known)
@@ -150,14 +150,14 @@ def noted_afterwards() -> Iterator[None]:
             slot.packed = _packed(slot.packed)
 
 
-def _pack(x: Tensor) -> Tensor | _View | _Slot | Kept:
+def _pack(x: Tensor) -> Tensor | _View | _Slot | PackedTensor:
     if _SLOTS is None:
         return _packed(x)
     _SLOTS.append(_Slot(x))
     return _SLOTS[-1]
 
 
-def _packed(x: Tensor) -> Tensor | _View | Kept:
+def _packed(x: Tensor) -> Tensor | _View | PackedTensor:
     found = _view(x)
     if isinstance(found, Tensor):
         return x if _KEEPER is None else _KEEPER.keep(x)
@@ -168,7 +168,7 @@ def _packed(x: Tensor) -> Tensor | _View | Kept:
     return found
 
 
-def _unpack(packed: Tensor | _View | _Slot | Kept) -> Tensor:
+def _unpack(packed: Tensor | _View | _Slot | PackedTensor) -> Tensor:
     if isinstance(packed, _Slot):
         packed = packed.packed
     if isinstance(packed, Tensor):
@@ -179,7 +179,7 @@ def _unpack(packed: Tensor | _View | _Slot | Kept) -> Tensor:
 
 
 @contextlib.contextmanager
-def saving(keeper: Keeper | None = None) -> Iterator[None]:
+def saving(keeper: SavedTensorHook | None = None) -> Iterator[None]:
     """While it is open, forward passes save what tensors are made of again; the rest a `keeper` may keep."""
     global _OPEN, _KEEPER
     _OPEN += 1

@@ -30,15 +30,15 @@ class Quantized:
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         self.start(tensors).finish()
 
-    def start(self, tensors: Sequence[Tensor]) -> Underway:
+    def start(self, tensors: Sequence[Tensor]) -> PendingReduction:
         """Send the tensors, and do not wait for the others' to arrive."""
         for each, state in zip(tensors, self.states, strict=True):
             for left in state.values():
                 each.add_(left)
-        return Underway(self.codec, self.group, list(tensors), self.states)
+        return PendingReduction(self.codec, self.group, list(tensors), self.states)
 
 
-class Underway:
+class PendingReduction:
     """A quantised sum on its way: sent, then `add`ed up and sent on, then `finish`ed."""
 
     def __init__(self, codec: Codec, group: dist.ProcessGroup, tensors: list[Tensor], states: list[State]) -> None:

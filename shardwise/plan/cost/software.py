@@ -102,7 +102,7 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Stack:
+class DeclaredFramework:
     """The program as it is planned, and what nobody stated."""
 
     framework: Framework
@@ -136,7 +136,7 @@ def program_of(software: Facts, situation: Situation) -> tuple[str, bool]:
     return next(entry for until, entry in PROGRAMS["megatron-lm"] if year < until), False
 
 
-def stack_of(software: Facts, situation: Situation) -> Stack:
+def framework_of_facts(software: Facts, situation: Situation) -> DeclaredFramework:
     """The program that the facts declare, and what they leave open."""
     name, known = program_of(software, situation)
     base, year = FRAMEWORKS[name], year_of(software, situation.generation)
@@ -153,7 +153,7 @@ def stack_of(software: Facts, situation: Situation) -> Stack:
             other = declared(base, likely | stated | {key: value}, situation)
             if other != framework:
                 others.append(Alternative(f"{key.replace('_', ' ')} {_said(likely[key])}", chance, other))
-    return Stack(framework, tuple(others), known)
+    return DeclaredFramework(framework, tuple(others), known)
 
 
 def mixture(others: Sequence[tuple[float, float]]) -> tuple[float, float]:

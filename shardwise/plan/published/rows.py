@@ -15,7 +15,7 @@ from shardwise.hardware import Cluster, make_cluster
 from shardwise.plan.cost.flops import parameters
 from shardwise.plan.cost.frameworks import Framework
 from shardwise.plan.cost.job import Job, job_of
-from shardwise.plan.cost.software import Alternative, Situation, Stack, stack_of
+from shardwise.plan.cost.software import Alternative, DeclaredFramework, Situation, framework_of_facts
 from shardwise.run import LayoutConfig, ModelConfig, Run, UserError, run_from_dict
 from shardwise.run.derive import derive_model
 
@@ -171,10 +171,10 @@ def program_name(row: Row) -> str:
     return str((row.get("software") or {}).get("framework") or "")
 
 
-def stack_of_row(row: Row, layout: LayoutConfig, cluster: Cluster) -> Stack:
+def framework_of_row(row: Row, layout: LayoutConfig, cluster: Cluster) -> DeclaredFramework:
     """The program a row was measured with, as the row declares it."""
     if row["group"].startswith("shardwise"):
-        return Stack(job_of(own_run(row)).framework)
+        return DeclaredFramework(job_of(own_run(row)).framework)
     p, facts, precision = row["parallel"], dict(row.get("software") or {}), row["precision"] or "bf16"
     facts["assumed"] = tuple(row.get("software_assumed") or ())
     if p.get("async_tp") is not None:
@@ -189,11 +189,11 @@ def stack_of_row(row: Row, layout: LayoutConfig, cluster: Cluster) -> Stack:
         fp8="fp8" in precision,
         bf16=precision != "fp16",
     )
-    stack = stack_of(facts, situation)
+    declared = framework_of_facts(facts, situation)
     return replace(
-        stack,
-        framework=_of_row(stack.framework, row),
-        alternatives=tuple(replace(a, framework=_of_row(a.framework, row)) for a in stack.alternatives),
+        declared,
+        framework=_of_row(declared.framework, row),
+        alternatives=tuple(replace(a, framework=_of_row(a.framework, row)) for a in declared.alternatives),
     )
 
 
@@ -246,20 +246,20 @@ def job_of_row(row: Row) -> RowJob:
         assumed.append("8 microbatches a step")
     if batch < micro * data:
         raise Unsupported(f"a batch of {batch} over {data} data ranks in microbatches of {micro}")
-    stack = stack_of_row(row, layout, cluster)
-    assumed += dict.fromkeys(a.what for a in stack.alternatives)
+    declared = framework_of_row(row, layout, cluster)
+    assumed += dict.fromkeys(a.what for a in declared.alternatives)
     job = Job(
         model=model,
         layout=layout,
         seq_len=row["model"]["seq"],
         global_batch=batch,
         microbatch=micro,
-        framework=stack.framework,
+        framework=declared.framework,
         cluster=cluster,
         dtype="float16" if precision == "fp16" else "bfloat16",
         fp8="fp8" in precision,
     )
-    return RowJob(job, tuple(assumed), stack.alternatives, stack.known)
+    return RowJob(job, tuple(assumed), declared.alternatives, declared.known)
 
 
 OWN_KEYS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "experts_per_token", "expert_ffn",

@@ -31,7 +31,7 @@ from shardwise.plan.search.pool import (
     SLOWER,
     Candidate,
     Candidates,
-    every_one,
+    all_candidates,
     screen_all,
 )  # fmt: skip
 from shardwise.plan.search.screen import Group, LayoutIndex, Screened, Space
@@ -54,7 +54,7 @@ Timed = tuple[float, Candidate]
 """With the seconds of a step by its plan."""
 
 
-class Found(NamedTuple):
+class FittingLayout(NamedTuple):
     """A layout that fits."""
 
     seconds: float
@@ -68,7 +68,7 @@ class Found(NamedTuple):
         return plan_job(self.run, self.job, memory=self.memory)
 
 
-def about(seconds: float) -> float:
+def rounded_seconds(seconds: float) -> float:
     """Times as far as they tell layouts apart: those that differ in the last bits are equal."""
     return float(f"{seconds:.9g}")
 
@@ -85,12 +85,12 @@ class Fitting:
     """The fastest for some amount of memory, as far as screening can tell."""
     too_full: int = 0
     """Layouts that would fit, but leave no room for the engine that makes a run's answers."""
-    _known: dict[Candidate, Found | None] = field(default_factory=dict)
+    _known: dict[Candidate, FittingLayout | None] = field(default_factory=dict)
 
-    def __iter__(self) -> Iterator[Found]:
+    def __iter__(self) -> Iterator[FittingLayout]:
         """The best first; of equal times the leanest."""
         found: set[Candidate] = set()
-        for _, same in groupby(self._in_order(), key=lambda one: about(one[0])):
+        for _, same in groupby(self._in_order(), key=lambda one: rounded_seconds(one[0])):
             fits = [one for _, candidate in same if (one := self.fits(candidate)) is not None]
             yield from sorted(fits, key=lambda one: one.memory.peak)
             found |= {one.candidate for one in fits}
@@ -130,7 +130,7 @@ class Fitting:
     @cached_property
     def _first_pool(self) -> tuple[Candidates, float]:
         if self.space.count <= PLAY_ALL:
-            return every_one(self.space, self.space.capacity / LEAST_MEMORY), 0.0
+            return all_candidates(self.space, self.space.capacity / LEAST_MEMORY), 0.0
         return self._fastest(max(POOL, 4 * self.keep)), LEAST_TIME
 
     def _fastest(self, most: int) -> Candidates:
@@ -157,7 +157,7 @@ class Fitting:
             self.played[one] = seconds
         return [(self.played[one], one) for one in candidates]
 
-    def fits(self, candidate: Candidate, most: float = math.inf) -> Found | None:
+    def fits(self, candidate: Candidate, most: float = math.inf) -> FittingLayout | None:
         """The layout with its memory, or None. One that is not counted yet and needs more than `most` is left out too."""
         if candidate not in self._known:
             run = candidate.group.run_at(candidate.layout)
@@ -168,17 +168,19 @@ class Fitting:
             if memory is not None and not rollouts_fit(run, memory):
                 self.too_full += 1
                 memory = None
-            found = None if memory is None else Found(self.played[candidate], run, job, memory, candidate)
+            found = None if memory is None else FittingLayout(self.played[candidate], run, job, memory, candidate)
             self._known[candidate] = found
         return self._known[candidate]
 
-    def front(self, least: float = math.inf) -> list[Found]:
+    def front(self, least: float = math.inf) -> list[FittingLayout]:
         """Those that fit and that none beats in time and memory: from the fastest on whatever is leaner by a step than all before,
         and than `least`, the peak of something that is faster than all of them. What takes `SLOWER` times the fastest is left out.
         Of a large space this is what screening takes for the front."""
         self._play(self.lean)
-        found: list[Found] = []
-        timed = sorted(((about(seconds), one) for one, seconds in self.played.items()), key=lambda one: one[0])
+        found: list[FittingLayout] = []
+        timed = sorted(
+            ((rounded_seconds(seconds), one) for one, seconds in self.played.items()), key=lambda one: one[0]
+        )
         for seconds, same in groupby(timed, key=lambda one: one[0]):
             if found and seconds > SLOWER * found[0].seconds:
                 break
@@ -201,7 +203,7 @@ class Fitting:
             share = (self.space.capacity - one.memory) / max(saving.memory - one.memory, 1.0)
             reached = most - min(share, 1.0) * (most - least)
             if reached < seconds:
-                found.append((about(reached), one.group.run_at(one.layout)))
+                found.append((rounded_seconds(reached), one.group.run_at(one.layout)))
         return sorted(found, key=lambda one: one[0])
 
     def _spare(self, seconds: float) -> Iterator[tuple[float, Candidate, Candidate]]:

@@ -133,7 +133,7 @@ def screen_all(space: Space, most: int, most_memory: float) -> Candidates:
     return pool.candidates()
 
 
-def every_one(space: Space, most_memory: float) -> Candidates:
+def all_candidates(space: Space, most_memory: float) -> Candidates:
     """All that need no more memory."""
     found = []
     recomputing = []

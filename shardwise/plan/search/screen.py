@@ -53,7 +53,7 @@ class Screened(NamedTuple):
     memory: Array
 
 
-class At(NamedTuple):
+class TableRows(NamedTuple):
     """Rows of a group, and their rows in the tables."""
 
     recompute: Array
@@ -64,7 +64,7 @@ class At(NamedTuple):
     microbatches: Array
 
 
-class Held(NamedTuple):
+class RankBytes(NamedTuple):
     """What the kinds of ranks hold: bytes of [kind of rank, row]."""
 
     fixed: Array
@@ -251,11 +251,11 @@ class Group:
         """The numbers of all rows."""
         return np.arange(int(np.prod(self.shape)))
 
-    def at(self, rows: Array) -> At:
+    def at(self, rows: Array) -> TableRows:
         a, z, column = np.unravel_index(rows, self.shape)
         layer = a * self.layers.size + self.layer_row[column]
         parameters = z * self.parameters.size + self.parameter_row[column]
-        return At(a, z, column, layer, parameters, self.microbatches[column])
+        return TableRows(a, z, column, layer, parameters, self.microbatches[column])
 
     def screen(
         self, wanted: list[tuple[str, int]], rows: Array, most_memory: float = np.inf, most_seconds: float = np.inf
@@ -264,7 +264,7 @@ class Group:
         at = self.at(rows)
         share = self.microbatches / self.pipeline * self.space.slower
         quick = np.flatnonzero(share[at.column] * self.space.least[self.expert_tensor][at.layer] <= most_seconds)
-        rows, at = rows[quick], At(*(x[quick] for x in at))
+        rows, at = rows[quick], TableRows(*(x[quick] for x in at))
         for _, same in groupby(sorted(wanted, key=self._key), key=self._key):
             names = list(same)
             split = self.space.split(self.pipeline, *names[0])
@@ -273,7 +273,7 @@ class Group:
             fits = np.flatnonzero(np.minimum.reduce(memory) <= most_memory)
             for few in np.array_split(fits, -(-len(fits) * len(self.methods) // AT_ONCE) or 1):
                 if len(few):
-                    part = At(*(x[few] for x in at))
+                    part = TableRows(*(x[few] for x in at))
                     pace, rest = self._pace(split, part)
                     for (schedule, chunks), need in zip(names, memory, strict=True):
                         seconds: Array = (makespan(schedule, pace, part.microbatches) + rest) * self.space.slower
@@ -297,7 +297,7 @@ class Group:
     def _key(self, schedule: tuple[str, int]) -> tuple[int, int, bool]:
         return split_key(self.pipeline, *schedule)
 
-    def _pace(self, split: StageSplit, at: At) -> tuple[Pace, Array]:
+    def _pace(self, split: StageSplit, at: TableRows) -> tuple[Pace, Array]:
         """What the schedule's closed form reads, and the seconds of a step beside it."""
         constants, ranks, job = self.space.constants, split.ranks, self.space.job
         own = added_passes(split.parts, *np.take(self.seconds, at.layer, axis=-1))
@@ -317,7 +317,7 @@ class Group:
         rest = tail_seconds(job, work, sent, constants).max(axis=0) + constants["overhead"]
         return pace, rest + update_seconds(job, sent, constants).max(axis=0)
 
-    def _held(self, split: StageSplit, at: At) -> Held:
+    def _held(self, split: StageSplit, at: TableRows) -> RankBytes:
         """What each kind of rank holds besides activations, and what one microbatch saves on it: [kind of rank, row]."""
         space, framework, column = self.space, self.space.job.framework, at.column
         own, size = self.parameters.memory(split, at.parameters), self.of_size
@@ -330,7 +330,7 @@ class Group:
         # What the head saves is the loss's; every other stage saves what it sends.
         parts = split.parts * (1.0, 1.0, 1.0, -1.0) + (0.0, 0.0, 0.0, 1.0)
         zero = np.array(self.zero)[at.zero]
-        return Held(
+        return RankBytes(
             fixed=own.stays
             + framework.context_gib * GIB
             + wasted * (own.gathered + own.cast * stands + size.buffers[column]),
@@ -343,7 +343,7 @@ class Group:
             again=wasted * again,
         )
 
-    def _memory(self, split: StageSplit, schedule: str, at: At, held: Held) -> Array:
+    def _memory(self, split: StageSplit, schedule: str, at: TableRows, held: RankBytes) -> Array:
         """Bytes of the fullest rank, at the moment when it holds the most (`trainer/memory.py`)."""
         chunks = len(split.stages) // self.pipeline
         ranks = split.latest if schedule in V_SHAPED else split.earliest

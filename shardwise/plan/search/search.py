@@ -2,7 +2,7 @@
 
 `search` is for people, who want a ranking, what was ruled out and what would come next; `resolve` for programs that only
 need a layout. Screened figures choose what is worth playing; everything in the result is planned in full. Memory that the best
-layouts leave free is spent on saved activations (`keeping`): only as many layers are recomputed as must be.
+layouts leave free is spent on saved activations (`with_least_recompute`): only as many layers are recomputed as must be.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from shardwise.plan.cost.job import GIB, job_of
 from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal, nothing_there, sentence
-from shardwise.plan.search.fitting import LEANER, Fitting, Found, about
+from shardwise.plan.search.fitting import LEANER, Fitting, FittingLayout, rounded_seconds
 from shardwise.plan.search.screen import Space
 from shardwise.plan.serving.rollouts import plan_rollouts
 from shardwise.plan.time.goodput import data_stall
@@ -145,7 +145,7 @@ def _spare(counts: list[int]) -> int:
     return max(n for n, count in enumerate(counts) if counts.count(count) > 1)
 
 
-def _kept(best: Found, spaces: Sequence[Fitting]) -> tuple[Plan, str] | None:
+def _kept(best: FittingLayout, spaces: Sequence[Fitting]) -> tuple[Plan, str] | None:
     """The best, or one that gains more, with its spare memory spent on saved activations; None where the best stays the best."""
     devices = best.candidate.group.space.devices
     every = [one for fitting in spaces if fitting.space.devices == devices for one in fitting.roomy(best.seconds)]
@@ -153,7 +153,7 @@ def _kept(best: Found, spaces: Sequence[Fitting]) -> tuple[Plan, str] | None:
     for reached, run in sorted(every, key=lambda one: one[0]):
         if tried == ROOMY or reached > PROMISING * least:
             break
-        if memory_that_fits(run, job_of(run)) is None or (kept := keeping(run)) is None:
+        if memory_that_fits(run, job_of(run)) is None or (kept := with_least_recompute(run)) is None:
             continue
         tried += 1
         job = job_of(kept)
@@ -168,28 +168,28 @@ def _kept(best: Found, spaces: Sequence[Fitting]) -> tuple[Plan, str] | None:
     return found, sentence("recompute budget → none", gain, memory_of(none, job_of(none)))
 
 
-def _worth(one: Found) -> tuple[float, float]:
+def _worth(one: FittingLayout) -> tuple[float, float]:
     """Device-seconds of a step, which a ranking goes by; of equal ones the leaner."""
-    return about(one.seconds * one.candidate.group.space.devices), one.memory.peak
+    return rounded_seconds(one.seconds * one.candidate.group.space.devices), one.memory.peak
 
 
-def _with_answers(one: Found) -> tuple[float, float]:
+def _with_answers(one: FittingLayout) -> tuple[float, float]:
     """The same of a step with its share of the answers that it learns from."""
     seconds = plan_rollouts(one.run, one.seconds, one.memory).step_seconds
-    return about(seconds * one.candidate.group.space.devices), one.memory.peak
+    return rounded_seconds(seconds * one.candidate.group.space.devices), one.memory.peak
 
 
-def _first_of(found: list[Found], keep: int, counts: int) -> list[Found]:
+def _first_of(found: list[FittingLayout], keep: int, counts: int) -> list[FittingLayout]:
     """The best of a ranking, and the best on each number of devices."""
     firsts = {one.candidate.group.space.devices: one for one in reversed(found)}.values()
     return [one for n, one in enumerate(found) if n < max(keep, counts) or any(one is first for first in firsts)]
 
 
-def _merged(several: Sequence[Fitting]) -> Iterator[Found]:
+def _merged(several: Sequence[Fitting]) -> Iterator[FittingLayout]:
     """What fits in some spaces, the best first. A space is not played before something in it may be the next."""
     streams = [_apart(fitting) for fitting in several]
-    waiting: list[tuple[float, float, int, Found | None]] = [
-        (about(fitting.least() * fitting.space.devices), 0.0, n, None) for n, fitting in enumerate(several)
+    waiting: list[tuple[float, float, int, FittingLayout | None]] = [
+        (rounded_seconds(fitting.least() * fitting.space.devices), 0.0, n, None) for n, fitting in enumerate(several)
     ]
     heapq.heapify(waiting)
     while waiting:
@@ -201,7 +201,7 @@ def _merged(several: Sequence[Fitting]) -> Iterator[Found]:
             heapq.heappush(waiting, (*_worth(following), n, following))
 
 
-def _apart(fitting: Fitting) -> Iterator[Found]:
+def _apart(fitting: Fitting) -> Iterator[FittingLayout]:
     """What fits, without layouts that differ from a better one that fits in the number of chunks alone and are not on the front:
     they would crowd a ranking."""
     seen: set[tuple[Any, ...]] = set()
@@ -219,7 +219,7 @@ def _apart(fitting: Fitting) -> Iterator[Found]:
 def _front(plans: list[Plan]) -> list[Plan]:
     """Those that none beats in step time, memory and devices, with steps of memory that matter."""
     front: list[Plan] = []
-    for plan in sorted(plans, key=lambda one: (about(one.account.step_seconds), one.account.memory.peak)):
+    for plan in sorted(plans, key=lambda one: (rounded_seconds(one.account.step_seconds), one.account.memory.peak)):
         peak, devices = plan.account.memory.peak, plan.run.layout.world
         if all(peak < LEANER * other.account.memory.peak or devices < other.run.layout.world for other in front):
             front.append(plan)
@@ -241,7 +241,7 @@ STEPS = 7
 """Halvings of the budget's range: then it is known to a hundredth."""
 
 
-def keeping(run: Run) -> Run | None:
+def with_least_recompute(run: Run) -> Run | None:
     """The run with as few layers recomputed as its memory allows; None where not all are recomputed, or all have to be."""
     if run.layout.recompute != "full" or run.layout.recompute_every != 1:
         return None

@@ -143,7 +143,7 @@ class LayerTable:
         return saved.reshape(4, -1), recomputed.ravel()
 
 
-class HeldStates(NamedTuple):
+class StateBytes(NamedTuple):
     """Bytes of the parameters of a rank, and of what is made of them."""
 
     stays: Array
@@ -169,7 +169,7 @@ class ParameterTable:
         self.kinds = {kind: n for n, kind in enumerate({k: None for one in splits for k in one.kinds})}
         self.held = self._held(list(self.kinds))
         self.size = len(t)
-        self._states: dict[int, HeldStates] = {}
+        self._states: dict[int, StateBytes] = {}
 
     @cached_property
     def data(self) -> Array:
@@ -205,25 +205,25 @@ class ParameterTable:
         """Of the stages of a split: [kind, row]."""
         return DataSeconds(*np.take(self.data[:, self.index(split)], rows, axis=-1))
 
-    def memory(self, split: StageSplit, rows: Array) -> HeldStates:
+    def memory(self, split: StageSplit, rows: Array) -> StateBytes:
         """Bytes of the parameters of a rank and of what is made of them: [kind of rank, row]."""
         key = id(split)
         if key not in self._states:
             self._states[key] = self._all_states(split)
-        return HeldStates(*(np.take(part, rows, axis=-1) for part in self._states[key]))
+        return StateBytes(*(np.take(part, rows, axis=-1) for part in self._states[key]))
 
-    def _all_states(self, split: StageSplit) -> HeldStates:
+    def _all_states(self, split: StageSplit) -> StateBytes:
         index = self.index(split)
         layers = (split.ranks @ split.parts[:, :2].sum(axis=1))[:, None]
         dense = split.ranks @ self.held.dense[index] + layers * _copied_keys(self.job)
         held = LocalNumel(dense, split.ranks @ self.held.experts[index])
         every = [self._states_under(zero, held, split) for zero in self.zero]
         shape = held.dense.shape
-        return HeldStates(
+        return StateBytes(
             *(np.concatenate([np.broadcast_to(x, shape) for x in part], axis=1) for part in zip(*every, strict=True))
         )
 
-    def _states_under(self, zero: int, held: LocalNumel, split: StageSplit) -> HeldStates:
+    def _states_under(self, zero: int, held: LocalNumel, split: StageSplit) -> StateBytes:
         job = self.under(zero)
         framework, lay = job.framework, job.layout
         owners = states(replace(job, layout=replace(lay, zero=3)), held)
@@ -262,7 +262,7 @@ class ParameterTable:
                 stays
                 - states(replace(job, layout=replace(lay, zero=3)), LocalNumel(inner, held.experts))["optimizer"] / 2
             )
-        return HeldStates(stays, owners["gradients"], whole_gradients, gathered, cast)
+        return StateBytes(stays, owners["gradients"], whole_gradients, gathered, cast)
 
 
 class Rows(NamedTuple):

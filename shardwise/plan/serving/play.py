@@ -15,10 +15,10 @@ from math import inf
 from shardwise.plan.serving.drafting import Speculation
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.run.lengths import parse_lengths
-from shardwise.run.load import Asked, draw_load
+from shardwise.run.load import LoadRequest, draw_load
 from shardwise.run.sections.serve import ServeConfig
 from shardwise.schedules.serving import PagePool, Scheduler, Sequence, Settings
-from shardwise.schedules.serving.figures import TOO_LONG, Limits, LoadFigures, Made
+from shardwise.schedules.serving.figures import TOO_LONG, Limits, LoadFigures, RequestTimes
 from shardwise.schedules.serving.sequence import Step
 
 STEADY = 4
@@ -62,15 +62,15 @@ class Played:
 
 
 @dataclass
-class UnderWay:
+class RunningRequest:
     """A request that is being answered."""
 
     due: float
-    asked: Asked
+    asked: LoadRequest
     first: float = 0.0
 
 
-def requests_of(serve: ServeConfig, seed: int = 0) -> list[Asked]:
+def requests_of(serve: ServeConfig, seed: int = 0) -> list[LoadRequest]:
     """The requests of a run's load."""
     usual = max(200, STEADY * min(serve.concurrency or serve.max_sequences, serve.max_sequences))
     inputs = parse_lengths(serve.input_tokens, "serve.input_tokens")
@@ -79,7 +79,7 @@ def requests_of(serve: ServeConfig, seed: int = 0) -> list[Asked]:
 
 
 def play(
-    serve: ServeConfig, asked: Items[Asked], times: StepTime, place: Place, concurrency: int = 0, arrive: float = 0.0,
+    serve: ServeConfig, asked: Items[LoadRequest], times: StepTime, place: Place, concurrency: int = 0, arrive: float = 0.0,
     guesses: Speculation | None = None,
     group: int = 1,
 ) -> Played:  # fmt: skip
@@ -97,11 +97,11 @@ def play(
     coming = deque(enumerate(asked))
     clients = deque([arrive] * concurrency)
     """When the next request of each client that waits for none reaches the engine."""
-    running: dict[Sequence, UnderWay] = {}
+    running: dict[Sequence, RunningRequest] = {}
     leaders: dict[int, Sequence] = {}
-    unforked: dict[Sequence, list[tuple[int, UnderWay]]] = {}
+    unforked: dict[Sequence, list[tuple[int, RunningRequest]]] = {}
     """Answers that wait for the prompt of the first of their group."""
-    made: list[Made] = []
+    made: list[RequestTimes] = []
     launched: deque[tuple[Step, float]] = deque()
     host, failed = 0.0, 0
 
@@ -117,7 +117,7 @@ def play(
             if scheduler.reasons(one.input, one.output):
                 failed += 1
                 continue
-            begun = UnderWay(clients.popleft() - arrive if concurrency else one.due, one)
+            begun = RunningRequest(clients.popleft() - arrive if concurrency else one.due, one)
             if number % group:
                 unforked[leaders[number // group]].append((number, begun))
                 continue
@@ -183,7 +183,7 @@ def step_sizes(step: Step) -> tuple[int, int, list[tuple[int, int]], int]:
     return rows, keys, [(chunk.start, chunk.count) for chunk in prompts], step.sampling + rows - step.decoding
 
 
-def _made(one: UnderWay, now: float) -> Made:
+def _made(one: RunningRequest, now: float) -> RequestTimes:
     count = one.asked.output
     tpot = (now - one.first) / (count - 1) * 1e3 if count > 1 else None
-    return Made(one.due, 0.0, (one.first - one.due) * 1e3, tpot, (now - one.due) * 1e3, one.asked.input, count)
+    return RequestTimes(one.due, 0.0, (one.first - one.due) * 1e3, tpot, (now - one.due) * 1e3, one.asked.input, count)

@@ -32,7 +32,7 @@ from shardwise.plan.trainer.memory import memory_of
 from shardwise.plan.trainer.rank import WIDTHS
 from shardwise.run import LayoutConfig, Run
 from shardwise.run.derive import keeps_compute_copies, planned_on_gpu
-from shardwise.run.load import Asked
+from shardwise.run.load import LoadRequest
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters
 from shardwise.run.vocabulary import INDEX
 from shardwise.run.weights import BYTES
@@ -215,7 +215,7 @@ def played_round(run: Run, memory: RolloutMemory) -> Played:
     serving = Serving(model, cluster, OURS, form, form, BYTES[kv_dtype(run)], 1, 1, windowed=windowed)
     times = StepTime(serving, engine_facts(cluster.chip), min(serve.max_sequences, serve.max_step_tokens))
     place = Place(max(memory.pages, _least_pages(run)), 0, run.train.seq_len, model.sliding_window)
-    own = [Asked(0.0, prompt_tokens(run), asked.completion_tokens)] * answers_at_once(run)
+    own = [LoadRequest(0.0, prompt_tokens(run), asked.completion_tokens)] * answers_at_once(run)
     return play(serve, own, times, place, group=asked.group)
 
 

@@ -42,7 +42,7 @@ def recomputed(run: Run, layers: Sequence[int], entering: float) -> Mapping[int,
     return found
 
 
-class Beside(NamedTuple):
+class GreedyComparison(NamedTuple):
     """What a rank rematerializes, beside whole layers."""
 
     layers: dict[str, int]
@@ -53,7 +53,7 @@ class Beside(NamedTuple):
     """That the recomputation of as many whole layers as the same budget asks for takes."""
 
 
-def beside_greedy(run: Run, layers: Sequence[int], entering: float) -> Beside:
+def compare_with_greedy(run: Run, layers: Sequence[int], entering: float) -> GreedyComparison:
     """What `optimal` takes for these layers of a rank, and what `budget` would, by the forward passes of their operations."""
     job, m = job_of(run), run.model
     tensors = {moe: graph(job, routed=moe) for moe in {m.is_moe(n) for n in layers}}
@@ -62,7 +62,7 @@ def beside_greedy(run: Run, layers: Sequence[int], entering: float) -> Beside:
     named = [f"{place}{word}" for place in ("", ELSEWHERE) for word in SAVED]
     ops = {moe: layer(job, routed=moe) for moe in tensors}
     whole = {moe: sum(float(op.seconds[FORWARD]) for op in some if not op.early_stop) for moe, some in ops.items()}
-    return Beside(
+    return GreedyComparison(
         {word: count for word in named if (count := sum(word in words for words in chosen.values()))},
         sum(t.seconds for n, words in chosen.items() for word, t in tensors[m.is_moe(n)].items() if word in words),
         sum(whole[m.is_moe(n)] for n, parts in greedy.items() if parts),

@@ -214,7 +214,7 @@ def layers(wire: Wire, moved: Mapping[int, Moved] | None) -> None:
         tensor(wire, block, block, overlapped=m.attention == "grouped")
         row_lengths(wire, moe, "attention.out.weight", block)
         if block == once:
-            gathered_again(wire, calls, moe, "attention.")
+            regather_inputs(wire, calls, moe, "attention.")
         context(wire, core, block)
         # Recomputation ends with the last tensor that the backward pass needs. That is the input of a layer's last matrix,
         # so what follows is not sent once more; where it overlaps it is, since the GEMM is made while it is sent.
@@ -227,13 +227,13 @@ def layers(wire: Wire, moved: Mapping[int, Moved] | None) -> None:
             tensor(wire, block, end)
             if block == once:
                 # Where the part is recomputed, what is saved is its input, gathered.
-                gathered_again(wire, calls, moe, "ffn.", recomputed=ffn == twice)
+                regather_inputs(wire, calls, moe, "ffn.", recomputed=ffn == twice)
             continue
         router(wire, ffn, once)
         if m.shared_experts:
             tensor(wire, Times(0, 0) if planned.run.layout.expert_tensor else ffn, end)
             if ffn == once:
-                gathered_again(wire, calls, moe, "ffn.shared.")
+                regather_inputs(wire, calls, moe, "ffn.shared.")
         if moved is None:
             away, back = even_rows(planned)
             rows = len(alike) * away, len(alike) * back
@@ -262,7 +262,7 @@ def row_lengths(wire: Wire, moe: bool, name: str, times: Times) -> None:
         wire.all_reduce("tensor", magnitude.numel * wire.planned.high_width, times.forward)
 
 
-def gathered_again(wire: Wire, calls: int, moe: bool, part: str, *, recomputed: bool = False) -> None:
+def regather_inputs(wire: Wire, calls: int, moe: bool, part: str, *, recomputed: bool = False) -> None:
     """The input of a part's matrices gathered once more in the backward pass, if any of them needs it as it is
     (`parallel/activations/saving.py`)."""
     planned = wire.planned

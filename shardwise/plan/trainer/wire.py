@@ -11,7 +11,7 @@ Amount = int | Fraction
 
 
 @dataclass(frozen=True)
-class Sent:
+class CollectiveBytes:
     """Bytes of a rank by one collective of one group in a step, and in how many messages."""
 
     bytes: Fraction = Fraction(0)
@@ -19,7 +19,7 @@ class Sent:
     """Where replicas rarely speak, a step in the mean has a part of one."""
 
 
-Groups = dict[tuple[str, str], Sent]
+Groups = dict[tuple[str, str], CollectiveBytes]
 
 
 @dataclass
@@ -38,9 +38,11 @@ class Wire:
 
     def _add(self, group: str, operation: str, size: Amount, messages: Amount) -> None:
         if messages and self.planned.size(group) > 1:
-            before = self.sent.get((group, operation), Sent())
+            before = self.sent.get((group, operation), CollectiveBytes())
             share = Fraction(1, self.every)
-            self.sent[group, operation] = Sent(before.bytes + size * share, before.messages + messages * share)
+            self.sent[group, operation] = CollectiveBytes(
+                before.bytes + size * share, before.messages + messages * share
+            )
 
     def all_gather(self, group: str, shard: Amount, times: int = 1, messages: int = 1) -> None:
         """Each rank gives a shard of so many bytes, in so many messages."""

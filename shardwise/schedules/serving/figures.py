@@ -19,7 +19,7 @@ TOO_LONG = "longer than the engine can hold"
 
 
 @dataclass(frozen=True)
-class Made:
+class RequestTimes:
     """One request that was answered, in milliseconds."""
 
     due: float
@@ -42,7 +42,7 @@ class Limits:
     ttft: float = math.inf
     tpot: float = math.inf
 
-    def kept(self, made: Made) -> bool:
+    def kept(self, made: RequestTimes) -> bool:
         """Whether a request stayed within them."""
         return made.ttft <= self.ttft and (made.tpot or 0.0) <= self.tpot
 
@@ -56,7 +56,7 @@ class Limits:
 class LoadFigures:
     """All requests of a load."""
 
-    made: tuple[Made, ...]
+    made: tuple[RequestTimes, ...]
     requests: int
     seconds: float
     limits: Limits = Limits()

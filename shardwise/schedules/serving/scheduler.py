@@ -27,7 +27,7 @@ from shardwise.schedules.serving.waiting import WaitingQueue
 
 
 @dataclass
-class Did:
+class SchedulerCounters:
     """What a scheduler has done since it began, or since someone began to count anew."""
 
     steps: int = 0
@@ -50,7 +50,7 @@ class Scheduler:
         self.settings = settings
         self.pool = pool
         self.preemptions = 0
-        self.did = Did()
+        self.did = SchedulerCounters()
         pool.leaves_first = not settings.window
         self._tables = PageTables(pool, settings.window)
         self._watermark = ceil(settings.watermark * (pool.pages - 1))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from shardwise.schedules.serving.figures import Limits, LoadFigures, Made
+from shardwise.schedules.serving.figures import Limits, LoadFigures, RequestTimes
 from shardwise.serve.load.run import Record
 
 
-def made_of(records: Sequence[Record]) -> list[Made]:
+def made_of(records: Sequence[Record]) -> list[RequestTimes]:
     """The requests that were answered."""
     start = min((record.answer.sent - record.due for record in records), default=0.0)
     found = []
@@ -20,7 +20,7 @@ def made_of(records: Sequence[Record]) -> list[Made]:
         due, (prompt, output) = start + record.due, answer.tokens
         first, last = answer.times[0], answer.times[-1]
         found.append(
-            Made(
+            RequestTimes(
                 due=record.due,
                 late=(answer.sent - due) * 1e3,
                 ttft=(first - due) * 1e3,

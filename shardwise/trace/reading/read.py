@@ -26,7 +26,7 @@ from shardwise.trace.reading import cache
 from shardwise.trace.reading.columns import Columns
 from shardwise.trace.reading.foreign import translate
 from shardwise.trace.reading.profile import NONE, Device, Group, Profile
-from shardwise.trace.reading.records import Problems, mend
+from shardwise.trace.reading.records import Problems, repair
 from shardwise.trace.reading.text import Source, Text, text_size
 
 _RANK_IN_NAME = re.compile(r"rank[-_ .]?(\d{1,7})(?!\d)", re.IGNORECASE)
@@ -134,7 +134,7 @@ def _header(text: bytes, where: str, problems: Problems) -> _Header:
     """The members before or after the events."""
     if not text:
         return _Header()
-    for repaired in (bytes, mend):
+    for repaired in (bytes, repair):
         try:
             return msgspec.json.decode(repaired(text), type=_Header)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):

@@ -63,7 +63,7 @@ _BAD_ESCAPE = re.compile(rb'\\(?:[^"\\/bfnrtu]|u(?![0-9a-fA-F]{4}))', re.DOTALL)
 _LONE_BYTE = re.compile("[\udc80-\udcff]")
 
 
-def mend(text: bytes) -> bytes:
+def repair(text: bytes) -> bytes:
     """Replace what profilers write and JSON forbids: `nan` and `inf` of a bandwidth divided by zero, Windows paths with single
     backslashes, names truncated within a UTF-8 character. The length stays the same, and so do byte positions."""
     try:

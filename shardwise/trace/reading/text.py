@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from shardwise.trace.reading.records import MALFORMED, Problems, Record, mend, raw_list, read_one, record_list
+from shardwise.trace.reading.records import MALFORMED, Problems, Record, raw_list, read_one, record_list, repair
 
 try:  # four times as fast as zlib, with the same interface, but not on every platform
     deflate: Any = importlib.import_module("isal.isal_zlib")
@@ -200,7 +200,7 @@ class Text:
             position = self.position
             quick = self._decode()
             if quick is None:
-                self._buffer = mend(self._buffer)
+                self._buffer = repair(self._buffer)
                 quick = self._decode()
             if quick is not None:
                 records, count, over = quick

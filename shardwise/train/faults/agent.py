@@ -31,7 +31,7 @@ from shardwise.run.problems import counted
 from shardwise.train.faults.goodput import record_event
 from shardwise.train.faults.heartbeat import (
     Heartbeat,
-    Lookout,
+    ProgressMonitor,
     explain,
     heartbeat_path,
     interval,
@@ -93,7 +93,7 @@ class Agent(SimpleElasticAgent):
         self.stop = StopRequest()
         self.started = False  # whether there are ranks, which may have something to save
         self.heartbeats: dict[int, tuple[int, float]] = {}  # rank to its last count and when that was first seen
-        self.lookout = Lookout(ranks.logs, train.hang_seconds)
+        self.lookout = ProgressMonitor(ranks.logs, train.hang_seconds)
 
     def execute(self) -> int:
         """Run until all is done; returns the exit code."""
@@ -137,7 +137,7 @@ class Agent(SimpleElasticAgent):
         self._record("begin", ranks=world, restart=self.starts > 0)
         self.ranks.start(arguments, environments)
         self.heartbeats = {rank: (0, time.monotonic()) for rank in environments}
-        self.lookout = Lookout(self.ranks.logs, self.train.hang_seconds)
+        self.lookout = ProgressMonitor(self.ranks.logs, self.train.hang_seconds)
         self.started = True
         if self.stop.wanted:  # the signal came just now
             self.ranks.signal(signal.SIGTERM)

@@ -102,7 +102,7 @@ def limit_in(phase: str, hang_seconds: float) -> float:
     return hang_seconds if phase != "start" else max(hang_seconds, START_SECONDS)
 
 
-class Lookout:
+class ProgressMonitor:
     """Whether any rank of the run makes progress: then those that do not wait for it, and none hangs. Heartbeats are read only when
     somebody asks, and no further than to the first that moves, since there may be thousands."""
 
@@ -136,7 +136,7 @@ class HeartbeatThread(threading.Thread):
         super().__init__(name="heartbeat", daemon=True)
         self.logs, self.rank, self.world, self.limit = logs, rank, world, hang_seconds
         self.step, self.phase, self.bytes_done = 0, "start", 0
-        self.lookout = Lookout(logs, hang_seconds)
+        self.lookout = ProgressMonitor(logs, hang_seconds)
         self.actions_done: Callable[[], int] = lambda: 0
         self.groups: Callable[[], list[GroupProgress]] = list
         self.deadline: Callable[[], float] = lambda: float("inf")

@@ -19,7 +19,7 @@ from shardwise.train.faults.heartbeat import (
     GroupProgress,
     Heartbeat,
     HeartbeatThread,
-    Lookout,
+    ProgressMonitor,
     explain,
     missing,
     read_heartbeat,
@@ -102,7 +102,7 @@ def test_bytes_are_progress_and_whoever_waits_for_them_does_not_hang(
 
 
 def test_a_heartbeat_that_does_not_change_is_no_sign_of_progress(tmp_path: Path) -> None:
-    lookout = Lookout(tmp_path, hang_seconds=0.2)
+    lookout = ProgressMonitor(tmp_path, hang_seconds=0.2)
     assert not lookout.somebody_moves(4)
     (tmp_path / "rank-3.beat").write_text(json.dumps(asdict(Heartbeat(3, count=7, phase="saving"))))
     assert lookout.somebody_moves(4)

@@ -49,7 +49,7 @@ MORE_PROMPT = (PromptTile(128, 64, 8, 3), PromptTile(64, 32, 4, 4))
 """Others that are tried."""
 
 
-def crowd(sequences: int) -> str:
+def sequence_bucket(sequences: int) -> str:
     """The word for so many sequences."""
     return "few" if sequences <= 32 else "some" if sequences <= 128 else "many"
 
@@ -69,7 +69,7 @@ def _kept(device: torch.device) -> dict[str, list[int]]:
     return {}
 
 
-def keep_tiles(found: dict[str, DecodeTile | PromptTile], device: torch.device) -> None:
+def save_tiles(found: dict[str, DecodeTile | PromptTile], device: torch.device) -> None:
     """Take these from here on, in the next process too."""
     content = _kept(device) | {name: list(astuple(tile)) for name, tile in found.items()}
     with contextlib.suppress(OSError):
@@ -78,14 +78,14 @@ def keep_tiles(found: dict[str, DecodeTile | PromptTile], device: torch.device) 
     _kept.cache_clear()
 
 
-def is_kept(name: str, device: torch.device) -> bool:
+def has_tile(name: str, device: torch.device) -> bool:
     """Whether there is a shape for this machine."""
     return name in _kept(device)
 
 
 def decode_name(sequences: int, width: int) -> str:
     """By which the tile of single tokens is kept."""
-    return f"decode {crowd(sequences)} {width}"
+    return f"decode {sequence_bucket(sequences)} {width}"
 
 
 def prompt_name(width: int) -> str:
@@ -96,7 +96,7 @@ def prompt_name(width: int) -> str:
 def decode_tile(sequences: int, width: int, device: torch.device) -> DecodeTile:
     """For one new token of each of so many sequences, with heads of this width."""
     kept = _sizes(_kept(device).get(decode_name(sequences, width)), 3)
-    return DecodeTile(*kept) if kept else DECODE[crowd(sequences)]
+    return DecodeTile(*kept) if kept else DECODE[sequence_bucket(sequences)]
 
 
 def prompt_tile(longest: int, width: int, device: torch.device) -> PromptTile:

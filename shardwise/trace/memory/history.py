@@ -44,8 +44,8 @@ class Allocation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MemoryStory:
-    """What a snapshot tells of one device."""
+class MemoryHistory:
+    """What a snapshot says of one device."""
 
     path: str
     rank: int
@@ -78,8 +78,8 @@ class MemoryStory:
         return 1 - self.peak / self.reserved if self.reserved else 0.0
 
 
-def tell(snapshot: Snapshot) -> MemoryStory:
-    """The story of a snapshot."""
+def explain_snapshot(snapshot: Snapshot) -> MemoryHistory:
+    """Peak, owners and curve of a snapshot."""
     events = snapshot.events
     found = _allocations(snapshot)
     changes = {name: np.zeros(len(events) + 3, np.int64) for name in OWNERS}
@@ -103,7 +103,7 @@ def tell(snapshot: Snapshot) -> MemoryStory:
     when -= when[0]
     bounds = np.unique(np.linspace(0, len(total), min(POINTS, len(total)) + 1).astype(np.int64)).tolist()
     shown = np.array([low + int(total[low:high].argmax()) for low, high in pairwise(bounds)])
-    return MemoryStory(
+    return MemoryHistory(
         snapshot.path, snapshot.rank, snapshot.device, int(total[top]), int(when[top]), float(when[-1]) / 1e6,
         int(reserved[top]), int(reserved.max()), {name: int(line[top]) for name, line in held.items() if line[top]},
         tuple((owner, place, size, counts[owner, place]) for (owner, place), size in grouped.most_common(PLACES)),
