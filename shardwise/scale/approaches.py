@@ -1,6 +1,7 @@
 """How the best size grows with compute, N ~ C^a, by Chinchilla's three approaches (Hoffmann et al. 2022, section 3): the lowest
-loss of each amount of compute; parabolas through runs of equal compute; the fitted law. Each with its interval over resampled
-runs."""
+loss of each amount of compute; the lowest point of a curve through runs of equal compute; the fitted law. Each with its interval
+over resampled runs. The curve is Akima's (1970) where runs have one amount of compute, as Porian et al. (2024) draw it: a parabola
+leans on sizes far from the lowest. Where their compute differs a little, it is a parabola, which bears the scatter."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from shardwise.scale.laws import LAWS
 from shardwise.scale.minimize import Array
 from shardwise.scale.points import Points
 
-SAME_COMPUTE = 0.25
-"""Runs whose log FLOPs lie no further apart than this count as of equal compute."""
+SAME_COMPUTE, ALIKE = 0.01, 0.25
+"""Runs whose log FLOPs lie no further apart than this are of one amount of compute, or of about the same."""
 _RESAMPLED = 100
 
 
@@ -31,9 +32,14 @@ class Exponent:
 def approaches(fitted: Fit, seed: int = 0) -> dict[str, Exponent]:
     """What each approach says, where the runs allow it."""
     random = np.random.default_rng(seed)
+    every = fitted.points.beside(fitted.left_out)  # what a law cannot say may still be the best of its compute
     found = {}
-    for name, function in (("envelope", _envelope), ("isoflop", _parabolas)):
-        exponent = _resampled(function, fitted.points, random)
+    for name, function, points in (
+        ("envelope", _envelope, fitted.points),
+        ("isoflop", _isoflops, every),
+        ("isoflop", _parabolas, fitted.points),
+    ):
+        exponent = _resampled(function, points, random) if name not in found else None
         if exponent is not None:
             found[name] = exponent
     best = LAWS[fitted.law.name].coefficients(fitted.law.theta.tolist(), fitted.x0, fitted.y0)
@@ -57,14 +63,14 @@ def _resampled(function: Callable[[Points], float], points: Points, random: np.r
     return _exponent(value, [each for each in drawn if np.isfinite(each)])
 
 
-def _groups(points: Points) -> list[np.ndarray]:
-    """Runs of about equal compute."""
+def _groups(points: Points, apart: float = ALIKE) -> list[np.ndarray]:
+    """Runs whose log FLOPs are no further apart."""
     order = np.argsort(points.flops)
     logs = np.log(points.flops[order])
     groups: list[list[int]] = []
     start = -np.inf
     for at, value in zip(order, logs, strict=True):
-        if value > start + SAME_COMPUTE:
+        if value > start + apart:
             groups.append([])
             start = value
         groups[-1].append(int(at))
@@ -77,19 +83,53 @@ def _envelope(points: Points) -> float:
     return _slope(points.flops[best], points.params[best]) if len(best) >= 4 else np.nan
 
 
+def _isoflops(points: Points) -> float:
+    """Approach 2: the lowest point of a curve in log N through runs of one amount of compute."""
+    return _lowest_points(points, SAME_COMPUTE, lowest_point)
+
+
 def _parabolas(points: Points) -> float:
-    """Approach 2: the lowest point of a parabola in log N through runs of equal compute, where it lies among them."""
+    """The same of runs of about equal compute, by parabolas."""
+    return _lowest_points(points, ALIKE, _lowest_of_parabola)
+
+
+def _lowest_points(points: Points, apart: float, lowest: Callable[[Array, Array], float]) -> float:
     flops, sizes = [], []
-    for group in _groups(points):
-        x, y = np.log(points.params[group]), np.log(points.loss[group])
+    for group in _groups(points, apart):
+        ordered = group[np.argsort(points.params[group])]
+        x, y = np.log(points.params[ordered]), np.log(points.loss[ordered])
         if len(np.unique(x)) < 5:
             continue
-        bend, slope, _ = np.polyfit(x, y, 2)
-        lowest = -slope / (2 * bend) if bend > 0 else np.nan
-        if x.min() <= lowest <= x.max():
+        at = lowest(x, y)
+        if x[0] < at < x[-1]:
             flops.append(np.exp(np.log(points.flops[group]).mean()))
-            sizes.append(np.exp(lowest))
+            sizes.append(np.exp(at))
     return _slope(np.array(flops), np.array(sizes)) if len(sizes) >= 4 else np.nan
+
+
+def _lowest_of_parabola(x: Array, y: Array) -> float:
+    bend, slope, _ = np.polyfit(x, y, 2)
+    return float(-slope / (2 * bend)) if bend > 0 else np.nan
+
+
+def lowest_point(x: Array, y: Array) -> float:
+    """Where Akima's curve through points (at least three, x ascending) is lowest: between two points a cubic, whose slope at each
+    is a mean of those beside it, each weighted by how little the other side bends."""
+    x, places = np.unique(x, return_index=True)
+    y = y[places]
+    slopes = np.diff(y) / np.diff(x)
+    ends = 2 * slopes[0] - slopes[1], 2 * slopes[-1] - slopes[-2]
+    m = np.concatenate([[2 * ends[0] - slopes[0], ends[0]], slopes, [ends[1], 2 * ends[1] - slopes[-1]]])
+    left, right = np.abs(m[3:] - m[2:-1]), np.abs(m[1:-2] - m[:-3])
+    both = left + right
+    own = np.where(
+        both > 0, (left * m[1:-2] + right * m[2:-1]) / np.where(both > 0, both, 1.0), (m[1:-2] + m[2:-1]) / 2
+    )
+    t, h = np.linspace(0.0, 1.0, 201)[:, None], np.diff(x)
+    curve = y[:-1] * (1 + 2 * t) * (1 - t) ** 2 + y[1:] * t**2 * (3 - 2 * t)
+    curve += h * t * (1 - t) * ((1 - t) * own[:-1] - t * own[1:])
+    at, interval = np.unravel_index(int(curve.argmin()), curve.shape)
+    return float(x[interval] + t[at, 0] * h[interval])
 
 
 def _slope(flops: Array, sizes: Array) -> float:

@@ -41,6 +41,12 @@ class Points:
         names = tuple(np.array(self.names, dtype=object)[mask])
         return Points(self.params[mask], self.tokens[mask], self.loss[mask], names, self.unique[mask])
 
+    def beside(self, other: Points) -> Points:
+        """These and others."""
+        pairs = ((getattr(self, name), getattr(other, name)) for name in ("params", "tokens", "loss", "unique"))
+        params, tokens, loss, unique = map(np.concatenate, pairs)
+        return Points(params, tokens, loss, self.names + other.names, unique)
+
 
 def make_points(
     params: Sequence[float] | Array,

@@ -12,7 +12,7 @@ from shardwise.cli.main import main
 from shardwise.plan.budget.ladder import make_ladder, rung_of
 from shardwise.plan.cost.flops import parameters
 from shardwise.run import read_run, run_from_dict, to_toml
-from shardwise.scale.approaches import approaches
+from shardwise.scale.approaches import approaches, lowest_point
 from shardwise.scale.fit import fit
 from shardwise.scale.points import make_points
 from shardwise.scale.published import LAWS
@@ -89,6 +89,16 @@ def test_the_three_approaches_find_the_exponent() -> None:
     assert found["law"].value == pytest.approx(want, abs=1e-3)
     assert found["isoflop"].value == pytest.approx(want, abs=0.02)
     assert found["envelope"].value == pytest.approx(want, abs=0.04)
+
+
+def test_the_lowest_point_of_runs_of_equal_compute() -> None:
+    x = np.arange(9.0)
+    for lowest in (2.3, 4.0, 6.85):  # a parabola on an even grid is met exactly
+        assert lowest_point(x, 0.3 * (x - lowest) ** 2 + 1) == pytest.approx(lowest, abs=0.003)
+    # Sizes far from the lowest, on one side alone, do not draw it to them as they draw a parabola.
+    steep = np.where(x < 3, (3 - x) ** 3, 0.2 * (x - 3) ** 2) + 1
+    bend, slope, _ = np.polyfit(x, steep, 2)
+    assert lowest_point(x, steep) == pytest.approx(3, abs=0.3) != pytest.approx(-slope / (2 * bend), abs=1.5)
 
 
 @pytest.mark.drawn(group="laws")
