@@ -7,6 +7,9 @@ CORES  ?= $(shell getconf _NPROCESSORS_ONLN)
 # One more worker than cores: some wait for ranks, servers or a browser.
 WORKERS = -n $$(( $(CORES) + 1 )) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
+# Some containers forbid bytecode files. Then each of a hundred processes would compile PyTorch's Python files anew, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-tune test test-all lint unit chaos cluster-test bench docs clean
 
 demo: $(VENV)/.train          ## train a small model on the text that ships with Python, then sample from it
@@ -77,4 +80,5 @@ $(VENV)/.dev: pyproject.toml requirements-dev.txt | $(BIN)/python
 # Triton unpacks to a gigabyte: where PyTorch has not brought it, it is installed beside the linters, which do not need it.
 $(VENV)/.kernels: requirements-kernels.txt $(VENV)/.dev
 	$(PIP) --no-deps -r requirements-kernels.txt
+	$(BIN)/python -c "import torch._dynamo, torch.distributed.fsdp, shardwise.train.loop"  # compiled once, not by every worker
 	touch $@

@@ -12,6 +12,7 @@ all, and so does a test that is asked for by name (`file::test`, `-k`).
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
 import subprocess
@@ -36,11 +37,22 @@ ROOT = Path(__file__).parents[1]
 LONGEST = (
     "chaos/test_chaos",
     "docs/test_pages",
-    "measure/test_verify",
-    "measure/test_profile",
+    "workbench/test_page",
+    "train/test_loop",
     "train/test_launch",
-    "plan/test_validate",
+    "measure/test_verify",
+    "train/faults/test_stop",
+    "tune/test_grpo_ranks",
+    "trace/test_broken",
+    "checkpoint/test_adapter_checkpoints",
     "plan/test_search",
+    "trace/test_odd_traces",
+    "train/test_distill",
+    "cli/test_plan",
+    "checkpoint/test_crashes",
+    "serve/test_sampler",
+    "measure/test_profile",
+    "data/prepare/test_prepare",
 )
 """Files that stay with one worker for longest; they begin first, so that none is left alone with one at the end."""
 SPREAD = "parallel/test_layouts.py"
@@ -105,9 +117,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Together(config, log)
 
 
-def file_of(item: pytest.Item) -> str:
-    """The file of a test, below tests/."""
-    return item.path.relative_to(ROOT / "tests").with_suffix("").as_posix()
+@functools.cache
+def place_of(path: Path) -> tuple[bool, int]:
+    """Where a file comes: long ones first, in the order of `LONGEST`, the one that is spread at the end."""
+    file = path.relative_to(ROOT / "tests").as_posix()
+    early = next((n for n, name in enumerate(LONGEST) if file.startswith(name)), len(LONGEST))
+    return file == SPREAD, early
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -125,11 +140,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=[item for item in items if item in left_out])
             items[:] = [item for item in items if item not in left_out]
 
-    def order(item: pytest.Item) -> tuple[bool, int]:
-        early = next((n for n, name in enumerate(LONGEST) if file_of(item).startswith(name)), len(LONGEST))
-        return file_of(item) + ".py" == SPREAD, early
-
-    items.sort(key=order)
+    items.sort(key=lambda item: place_of(item.path))
 
 
 def fewer_examples(items: list[pytest.Item]) -> None:

@@ -199,22 +199,30 @@ def random_layout(
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """A legal combination of at least so many axes on up to so many ranks; illegal draws are thrown away."""
     while True:
-        model = generator.choice(models)
-        sizes = {a: generator.choice([1, 1, 2, 2, 4]) for a in ("replicate", "shard", "context", "tensor", "pipeline")}
-        if math.prod(sizes.values()) > world or sum(size > 1 for size in sizes.values()) < axes:
-            continue
-        layout: dict[str, Any] = dict(sizes)
-        layout["zero"] = generator.choice([1, 2, 3])
-        layout["context_method"] = generator.choice(METHODS)
-        layout["schedule"] = generator.choice(SCHEDULES) if sizes["pipeline"] > 1 else "1f1b"
-        layout["recompute"] = generator.choice(["none", "none", "attention", "full"])
-        layout["expert_tensor"] = generator.random() < 0.5
-        layout["async_tensor"] = generator.random() < 0.3
-        if model_of(model).get("experts"):
-            layout["expert"] = generator.choice([1, 2, 4])
-        train = dict(microbatch=generator.choice([1, 2, 4, 4, 8]))
+        model, layout, train = draw_layout(generator, models, axes, world)
         try:
             make_run(model, layout, **train)
         except UserError:
             continue
         return model, layout, train
+
+
+def draw_layout(
+    generator: random.Random, models: Sequence[str], axes: int, world: int
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """A combination of at least so many axes on up to so many ranks, legal or not."""
+    model = generator.choice(models)
+    while True:
+        sizes = {a: generator.choice([1, 1, 2, 2, 4]) for a in ("replicate", "shard", "context", "tensor", "pipeline")}
+        if math.prod(sizes.values()) <= world and sum(size > 1 for size in sizes.values()) >= axes:
+            break
+    layout: dict[str, Any] = dict(sizes)
+    layout["zero"] = generator.choice([1, 2, 3])
+    layout["context_method"] = generator.choice(METHODS)
+    layout["schedule"] = generator.choice(SCHEDULES) if sizes["pipeline"] > 1 else "1f1b"
+    layout["recompute"] = generator.choice(["none", "none", "attention", "full"])
+    layout["expert_tensor"] = generator.random() < 0.5
+    layout["async_tensor"] = generator.random() < 0.3
+    if model_of(model).get("experts"):
+        layout["expert"] = generator.choice([1, 2, 4])
+    return model, layout, dict(microbatch=generator.choice([1, 2, 4, 4, 8]))

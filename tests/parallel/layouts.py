@@ -19,14 +19,12 @@ Drawn = tuple[str, dict[str, Any], dict[str, Any]]
 Pair = tuple[str, str]
 AXES = ("replicate", "shard", "context", "tensor", "pipeline", "expert")
 LOW_PRECISION = dict(dtype="bfloat16")
-CANDIDATES = 600
-"""Drawn to choose a covering array from; most combinations of an axis and a variant come up in them several times."""
+CANDIDATES = 360
+"""Drawn at least to choose a covering array from; most combinations of an axis and a variant come up in them several times."""
 SOME = "some microbatches"
 OBJECTIVES = ("dpo", "dpo ipo", "dpo margins", "kto", "orpo", "simpo", "reward")
 KINDS = [name for name in cases.ADAPTERS if name.startswith(("lora", "dora"))]
 """Adapters of any model; those in 4 bits need one that is wide."""
-MOST = 80
-"""More layouts than a covering array takes."""
 VARIANTS: set[str] = {
     *cases.MODELS, *cases.SCHEDULES, *cases.METHODS, *(f"zero {n}" for n in (1, 2, 3)), *cases.VARIANTS,
     *(f"recompute {how}" for how in ("none", "attention", "full", "operations", "budget", "optimal")),
@@ -58,8 +56,13 @@ def features(model: str, run: Run) -> tuple[set[str], set[str]]:
 
 def draw(generator: random.Random, world: int, axes: int = 2) -> Drawn:
     """A legal layout of at least so many axes, with every choice a user has, of a model with some variants beside its own."""
+    return draw_with_run(generator, world, axes)[0]
+
+
+def draw_with_run(generator: random.Random, world: int, axes: int) -> tuple[Drawn, Run]:
+    """As `draw`, with the run that it makes."""
     while True:
-        model, layout, train = cases.random_layout(generator, tuple(cases.MODELS), axes=axes, world=world)
+        model, layout, train = cases.draw_layout(generator, tuple(cases.MODELS), axes=axes, world=world)
         for name, choices in cases.VARIANTS.items():
             if generator.random() < 0.3 and (name != "capacity" or cases.model_of(model).get("experts")):
                 model += f" + {name} #{generator.randrange(len(choices))}"
@@ -82,30 +85,32 @@ def draw(generator: random.Random, world: int, axes: int = 2) -> Drawn:
             train["microbatch"] = max(train["microbatch"], cases.BATCH // (layout["replicate"] * layout["shard"]) // 2)
         train["optimizer"] = generator.choice(["adamw", "adamw", "muon"])
         train["loss"] = generator.choice(["plain", "chunked"])
-        if is_legal(model, layout, train):
-            return model, layout, train
+        if run := legal_run(model, layout, train):
+            return (model, layout, train), run
 
 
-def draw_tuned(generator: random.Random, world: int) -> Drawn:
-    """As `draw`; some of them learn something else than the next token, train adapters alone, or round to 16 bits."""
+def draw_tuned(generator: random.Random, world: int, axes: int = 2) -> tuple[Drawn, Run]:
+    """As `draw_with_run`; some of them learn something else than the next token, train adapters alone, or round to 16 bits."""
     while True:
-        model, layout, train = draw(generator, world)
+        (model, layout, train), run = draw_with_run(generator, world, axes)
+        more: dict[str, Any] = {}
         if generator.random() < 0.4:
-            train["objective"] = generator.choice(OBJECTIVES)
+            more["objective"] = generator.choice(OBJECTIVES)
         if generator.random() < 0.3:
-            train |= dict(adapter=generator.choice(KINDS), optimizer="adamw")
+            more |= dict(adapter=generator.choice(KINDS), optimizer="adamw")
         if generator.random() < 0.1:
-            train["dtype"] = "bfloat16"
-        if is_legal(model, layout, train):
-            return model, layout, train
+            more["dtype"] = "bfloat16"
+        tuned = legal_run(model, layout, train | more) if more else run
+        if tuned:
+            return (model, layout, train | more), tuned
 
 
-def is_legal(model: str, layout: dict[str, Any], train: dict[str, Any]) -> bool:
+def legal_run(model: str, layout: dict[str, Any], train: dict[str, Any]) -> Run | None:
+    """The run of a layout, if there is one."""
     try:
-        cases.make_run(model, layout, **cases.layers_for(layout) | train)
+        return cases.make_run(model, layout, **cases.layers_for(layout) | train)
     except UserError:
-        return False
-    return True
+        return None
 
 
 @functools.cache
@@ -114,21 +119,26 @@ def covering_array(seed: int, world: int = 4) -> tuple[list[Drawn], int]:
     missing for its cost (greedily, as AETG does: Cohen et al. 1997). The first of them, so many, have every variant somewhere and
     every axis with every other."""
     generator = random.Random(seed)
-    drawn = [draw_tuned(generator, world) for _ in range(CANDIDATES)]
+    drawn: list[Drawn] = []
     essential: list[set[Pair]] = []
     pairs: list[set[Pair]] = []
     costs: list[float] = []
-    for model, layout, train in drawn:
-        run = cases.make_run(model, layout, **cases.layers_for(layout) | train)
-        axes, found = features(model, run)
-        found |= {name for name in (train.get("objective"), train.get("adapter")) if name}
-        essential.append({(each, each) for each in found} | set(itertools.combinations(sorted(axes), 2)))
-        essential[-1] |= {(axis, SOME) for axis in axes if SOME in found}
-        pairs.append(essential[-1] | set(itertools.product(sorted(axes), found)))
-        costs.append(cost(run))
     needed = {(each, each) for each in VARIANTS} | set(itertools.combinations(sorted(AXES), 2))
     needed |= {(axis, SOME) for axis in AXES}
-    assert set().union(*essential) >= needed, f"draws lack {needed - set().union(*essential)}"
+    missing = set(needed)
+    while missing or len(drawn) < CANDIDATES:
+        assert len(drawn) < 10 * CANDIDATES, f"draws lack {missing}"
+        # Pairs of axes need four ranks; what is left to see shows on two.
+        axes = generator.choice((1, 2))
+        each, run = draw_tuned(generator, world if axes > 1 else 2, axes)
+        of_run, found = features(each[0], run)
+        found |= {name for name in (each[2].get("objective"), each[2].get("adapter")) if name}
+        essential.append({(name, name) for name in found} | set(itertools.combinations(sorted(of_run), 2)))
+        essential[-1] |= {(axis, SOME) for axis in of_run if SOME in found}
+        pairs.append(essential[-1] | set(itertools.product(sorted(of_run), found)))
+        costs.append(cost(run))
+        drawn.append(each)
+        missing -= essential[-1]
     first = cover(essential, costs, needed)
     missing = set().union(*pairs) - set().union(*(pairs[n] for n in first))
     return [drawn[n] for n in first + cover(pairs, costs, missing)], len(first)
@@ -162,7 +172,7 @@ def cost(run: Run) -> float:
 
 def random_layout(seed: int, number: int) -> Drawn:
     """One of many, on up to eight ranks."""
-    return draw_tuned(random.Random(f"{seed} {number}"), world=8)
+    return draw_tuned(random.Random(f"{seed} {number}"), world=8)[0]
 
 
 def compiled_layout(seed: int, number: int) -> Drawn:
@@ -170,9 +180,8 @@ def compiled_layout(seed: int, number: int) -> Drawn:
     generator = random.Random(f"{seed} compiled {number}")
     while True:
         model, layout, train = draw(generator, world=4, axes=1)
-        if compiles(
-            cases.make_run(model, layout, **cases.layers_for(layout) | train | dict(dtype="bfloat16")), gpu=True
-        ):
+        run = cases.make_run(model, layout, **cases.layers_for(layout) | train | dict(dtype="bfloat16"))
+        if compiles(run, gpu=True):
             return model, layout, train
 
 
