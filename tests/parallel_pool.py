@@ -23,7 +23,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PATIENCE = 180.0  # seconds; a healthy case takes a few, but a loaded machine may import slowly
+from patience import HANG_SECONDS
+
 NEEDED = ["torch._dynamo", "torch.distributed.fsdp", "shardwise.train.loop"]
 """What cases need, imported where the ranks are forked from."""
 
@@ -118,7 +119,7 @@ class RankPool:
         results, failures = [], []
         for rank, pipe in enumerate(self.pipes[:world]):
             # A rank that failed leaves the others waiting; theirs is not the failure to show.
-            if not pipe.poll(PATIENCE if not failures else 1.0):
+            if not pipe.poll(HANG_SECONDS if not failures else 1.0):
                 failures.append(f"rank {rank} did not answer")
                 continue
             number, good, value = pickle.loads(pipe.recv_bytes())

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from campaign import KINDS, ROOT, RUN, campaign_run, losses, plan_faults
+from patience import HANG_SECONDS
 
 from shardwise.run import read_run
 from shardwise.train.faults.goodput import read_events
@@ -83,7 +84,7 @@ def test_with_fewer_machines_a_run_goes_on_with_another_layout(tmp_path: Path) -
     port, steps = free_port(), 40
     stays = machine(tmp_path, port, f"--train.steps={steps}")
     leaves = machine(tmp_path, port, f"--train.steps={steps}")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_SECONDS
 
     def until(there: Path) -> None:
         while not there.exists():
@@ -98,7 +99,7 @@ def test_with_fewer_machines_a_run_goes_on_with_another_layout(tmp_path: Path) -
     until(tmp_path / "out" / "checkpoints" / "step-00000005")
     gone.send_signal(signal.SIGKILL)
     gone.wait()
-    assert left.wait(120) == 0, (tmp_path / "said").read_text()
+    assert left.wait(HANG_SECONDS) == 0, (tmp_path / "said").read_text()
     said = (tmp_path / "said").read_text()
     assert "2 of 4 ranks are here; going on with " in said, said
     run = read_run(tmp_path / "run.toml", [f"train.steps={steps}", "train.dtype=float64"])

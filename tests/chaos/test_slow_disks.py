@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from campaign import RUN, checksums, losses, prepare, start
+from patience import HANG_SECONDS
 
 from shardwise.train.faults.goodput import read_events
 
@@ -23,7 +24,7 @@ def test_a_slow_save_survives_and_a_stuck_one_is_killed(tmp_path: Path) -> None:
     for folder, faults in ((tmp_path / "quiet", []), (tmp_path / "slow", [slow]), (tmp_path / "stuck", [stuck])):
         prepare(folder, RUN, faults)
         process = start(folder, layout, steps)
-        assert process.wait(120) == 0, (folder / "said").read_text()
+        assert process.wait(HANG_SECONDS) == 0, (folder / "said").read_text()
         assert losses(folder) == losses(tmp_path / "quiet")
         assert checksums(folder) == checksums(tmp_path / "quiet")
     events = {name: read_events(tmp_path / name / "out") for name in ("slow", "stuck")}

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from patience import HANG_SECONDS
 
 from shardwise.data import build as building
 from shardwise.data import documents, inputs
@@ -268,7 +269,7 @@ def test_killed_it_goes_on_and_leaves_no_workers(tmp_path: Path, write_jsonl: Ca
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
     # Workers hold the pipe too, so this waits until they have left.
-    result = subprocess.run([sys.executable, script, path, tmp_path / "out"], capture_output=True, timeout=180)
+    result = subprocess.run([sys.executable, script, path, tmp_path / "out"], capture_output=True, timeout=HANG_SECONDS)
     assert result.returncode == -signal.SIGKILL, result.stderr
     build([path], tmp_path / "whole", workers=1, shard_tokens=1000)
     summary = build([path], tmp_path / "out", workers=1, shard_tokens=1000)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import HANG_SECONDS
 
 from shardwise.cli.main import main
 from shardwise.launch.job import estimate, parse_time, requeues, scheduler_name, time_text
@@ -110,7 +111,9 @@ def run_script(work: Path, codes: list[int], state: str = "RUNNING", saves: bool
     environment = os.environ | dict(
         PATH=f"{programs}:{os.environ['PATH']}", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n[1-2]"
     )
-    done = subprocess.run(["bash", "job"], cwd=work, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "job"], cwd=work, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
     return done.returncode, [line for line in (programs / "calls").read_text().splitlines() if "show" not in line]
 
 

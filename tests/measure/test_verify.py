@@ -15,6 +15,7 @@ from typing import Any
 import cases
 import pytest
 import torch
+from patience import HANG_SECONDS
 
 from shardwise.cli.entry import hide_deprecations
 from shardwise.cli.machinery import progress
@@ -243,7 +244,7 @@ def test_ranks_that_differ_from_the_plan_are_no_failure(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=300,
+        timeout=HANG_SECONDS,
     )
     assert (done.returncode, done.stderr) == (1, "")
     assert json.loads(done.stdout)["agrees"] is False

@@ -12,6 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch.nn.functional as F
+from patience import HANG_SECONDS
 
 from shardwise.model import Transformer, initialize
 from shardwise.model.fused import fuse, load_kernels
@@ -216,7 +217,7 @@ class Turns:
 
     def take(self, rank: int) -> None:
         with self.turn:
-            assert self.turn.wait_for(lambda: self.whose == rank, 60)
+            assert self.turn.wait_for(lambda: self.whose == rank, HANG_SECONDS)
 
     def give(self, rank: int) -> None:
         with self.turn:

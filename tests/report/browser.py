@@ -11,6 +11,8 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+from patience import HANG_SECONDS
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 BEFORE = """<script>
@@ -48,7 +50,7 @@ def opened(page: str, script: str) -> dict[str, Any]:
             "--virtual-time-budget=8000",
         ]
         done = subprocess.run(
-            [CHROMIUM, *flags, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=180
+            [CHROMIUM, *flags, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=HANG_SECONDS
         )
     found = re.search(r'data-found="([^"]*)"', done.stdout)
     assert found is not None, done.stderr[-2000:]

@@ -86,4 +86,4 @@ def test_a_large_schedule_is_timed_in_milliseconds() -> None:
         return process_time() - begin
 
     # About 10 ms of this process's own time; the best of several. Quadratic time would take seconds.
-    assert min(once() for _ in range(5)) < 0.1
+    assert min(once() for _ in range(5)) < 0.5

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fake_engine import FakeEngine
+from patience import HANG_SECONDS
 
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.serve.server.address import address_of, open_socket
@@ -20,9 +21,6 @@ from shardwise.serve.server.context import Context
 from shardwise.serve.server.limits import Limits
 from shardwise.serve.server.listen import Stop, serve
 from shardwise.serve.server.model import Model
-
-SECONDS = 30.0
-"""After which whatever a test waits for has failed."""
 
 
 @dataclass
@@ -43,7 +41,7 @@ class Running:
 
     def connect(self) -> socket.socket:
         """A connection to it."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=HANG_SECONDS)
 
     def tell_to_stop(self) -> None:
         self.loop.call_soon_threadsafe(self.stop.ask)
@@ -52,7 +50,7 @@ class Running:
         """Wait until the engine has nothing left to do, and check that nothing was left in it."""
 
         async def wait() -> None:
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(HANG_SECONDS):
                 await self.context.service._empty.wait()
                 # Aborts travel to the engine's thread; its next figures come after them.
                 while self.context.service.stats.pages_used or not self.engine.idle:
@@ -94,7 +92,7 @@ def running(
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     url = address_of(listener)
     thread.start()
-    assert listening.wait(SECONDS)
+    assert listening.wait(HANG_SECONDS)
     server = Running(url, engine, *found, thread)
     try:
         yield server
@@ -102,13 +100,13 @@ def running(
         if thread.is_alive():
             server.tell_to_stop()
             server.tell_to_stop()
-        thread.join(SECONDS)
+        thread.join(HANG_SECONDS)
         assert not thread.is_alive()
 
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait for what another thread does."""
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + HANG_SECONDS
     while not condition():
         assert time.monotonic() < end, "what was waited for did not happen"
         time.sleep(0.001)

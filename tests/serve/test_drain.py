@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine, letters
-from running import SECONDS, exchange, post, running, until
+from patience import HANG_SECONDS
+from running import exchange, post, running, until
 
 from shardwise.cli.main import main
 from shardwise.serve.server.limits import Limits
@@ -43,8 +44,8 @@ def test_what_runs_is_finished_and_nothing_new_is_taken() -> None:
             assert head.startswith(b"HTTP/1.1 503")
             assert json.loads(body)["error"]["code"] == "shutting_down"
         for thread in threads:
-            thread.join(SECONDS)
-        server.thread.join(SECONDS)
+            thread.join(HANG_SECONDS)
+        server.thread.join(HANG_SECONDS)
         assert not server.thread.is_alive()
         stream, whole = sorted(said, key=lambda each: b"event-stream" not in each)
         assert stream.rstrip().endswith(b"data: [DONE]\n\n\r\n0")
@@ -67,8 +68,8 @@ def test_what_does_not_end_in_time_is_aborted(twice: bool) -> None:
         if twice:
             server.tell_to_stop()
         for thread in threads:
-            thread.join(SECONDS)
-        server.thread.join(SECONDS)
+            thread.join(HANG_SECONDS)
+        server.thread.join(HANG_SECONDS)
         stream, whole = sorted(said, key=lambda each: b"event-stream" not in each)
         assert b'"shutting_down"' in stream
         assert whole.startswith(b"HTTP/1.1 503")
@@ -134,12 +135,12 @@ def test_the_verbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         running.start()
 
         def metrics() -> str:
-            return urllib.request.urlopen(f"{url}/metrics", timeout=SECONDS).read().decode()
+            return urllib.request.urlopen(f"{url}/metrics", timeout=HANG_SECONDS).read().decode()
 
         until(lambda: "shardwise_sequences_running 30" in metrics())
         process.send_signal(signal.SIGTERM)
-        running.join(SECONDS)
-        assert process.wait(SECONDS) == 0
+        running.join(HANG_SECONDS)
+        assert process.wait(HANG_SECONDS) == 0
         figures = json.loads(capsys.readouterr().out)
         assert (figures["failed"], figures["output_tokens"]) == (0, 4500)
         assert process.stderr is not None

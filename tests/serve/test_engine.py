@@ -12,6 +12,7 @@ import pytest
 import torch
 from drawn_schedules import TOKENS, check_schedule
 from engines import FAMILIES, VOCAB, answers, engine_of, expected, tokens_of
+from patience import HANG_SECONDS
 
 from shardwise.run import UserError
 from shardwise.run.sections.serve import ServeConfig
@@ -45,7 +46,7 @@ def test_a_thousand_drawn_schedules(part: int, request: pytest.FixtureRequest) -
 def test_the_script_of_drawn_schedules_says_what_was_met() -> None:
     script = Path(__file__).with_name("schedules.py")
     words = [sys.executable, str(script), "--count", "6", "--at-once", "1", "--seed", "5", "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["passed"], found["failed"]) == (6, [])

@@ -10,18 +10,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, letters
-from running import SECONDS, Running, exchange, post, read_all, running, until
+from patience import HANG_SECONDS
+from running import Running, exchange, post, read_all, running, until
 
 from shardwise.serve.server.limits import Limits
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LIMITS = Limits(
-    body_bytes=100_000, head_bytes=20_000, connections=100, head_seconds=0.3, body_seconds=0.3, stalled_seconds=0.3
+    body_bytes=100_000, head_bytes=20_000, connections=100, head_seconds=60, body_seconds=60, stalled_seconds=60
 )
+HASTY = replace(LIMITS, head_seconds=0.3, body_seconds=0.3, stalled_seconds=0.3)
+"""For what does not end by itself. A busy machine may well keep a client from sending the rest for so long."""
 SMALL: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a", "max_tokens": 2},
     CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
@@ -45,10 +49,17 @@ def server() -> Iterator[Running]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Running]:
+    with running(FakeEngine(script=letters, max_tokens=256, vocab=257), limits=HASTY) as server:
+        yield server
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left(server: Running, capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+def nothing_is_left(server: Running, hasty: Running, capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
     yield
     server.idle()
+    hasty.idle()
     assert capfd.readouterr().err == ""
 
 
@@ -75,7 +86,7 @@ class Sender:
 
     def __init__(self, server: Running) -> None:
         self._server = server
-        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS)
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HANG_SECONDS)
 
     def send(self, path: str, body: bytes, **headers: str) -> tuple[int, bytes]:
         self._connection.request("POST", path, body, {"Content-Type": "application/json", **headers})
@@ -207,19 +218,19 @@ def test_a_long_body_is_refused_before_it_is_sent(server: Running) -> None:
     assert status_of(exchange(server, head))[0] == 413
 
 
-def test_bodies_that_do_not_end(server: Running) -> None:
+def test_bodies_that_do_not_end(hasty: Running) -> None:
     for sent in (post(COMPLETIONS, b'{"prompt": "a"}')[:-3], post(COMPLETIONS, b"{}").replace(b": 2", b": 50")):
-        status, body = status_of(exchange(server, sent))
+        status, body = status_of(exchange(hasty, sent))
         assert status == 408
         check(status, body)
 
 
-def test_heads_that_do_not_end(server: Running) -> None:
-    status, body = status_of(exchange(server, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-"))
+def test_heads_that_do_not_end(hasty: Running) -> None:
+    status, body = status_of(exchange(hasty, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-"))
     assert status == 408
     check(status, body)
-    assert exchange(server, b"") == b""
-    with server.connect() as connection:  # an end of line every now and then is no request either
+    assert exchange(hasty, b"") == b""
+    with hasty.connect() as connection:  # an end of line every now and then is no request either
         connection.sendall(b"\r\n")
         read_all(connection)
 
@@ -262,8 +273,8 @@ def test_heads_that_are_too_long(server: Running) -> None:
     ],
     ids=range(19),
 )
-def test_what_is_no_http(server: Running, sent: bytes) -> None:
-    status, body = status_of(exchange(server, sent))
+def test_what_is_no_http(hasty: Running, sent: bytes) -> None:
+    status, body = status_of(exchange(hasty, sent))
     check(status, body)
     assert status != 200
 
@@ -277,13 +288,13 @@ def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
     assert response.index(b"[DONE]") < response.index(b'"ok"') < response.rindex(b'"text_completion"')
 
 
-def test_garbage_behind_a_request(server: Running, request: pytest.FixtureRequest) -> None:
+def test_garbage_behind_a_request(hasty: Running, request: pytest.FixtureRequest) -> None:
     draw = random.Random(request.config.option.seed)
     for stream in (False, True):
         for _ in range(20):
             garbage = bytes(draw.randrange(256) for _ in range(draw.randrange(1, 200)))
             asked = {"prompt": "a", "max_tokens": 200, "stream": stream}
-            exchange(server, post(COMPLETIONS, asked, close=False) + garbage)
+            exchange(hasty, post(COMPLETIONS, asked, close=False) + garbage)
 
 
 def test_clients_that_go_away(server: Running, request: pytest.FixtureRequest) -> None:
@@ -310,7 +321,7 @@ def test_clients_that_go_away(server: Running, request: pytest.FixtureRequest) -
 
 def test_a_client_that_never_reads() -> None:
     engine = FakeEngine(max_tokens=10**7)
-    with running(engine, limits=LIMITS) as server, server.connect() as connection:
+    with running(engine, limits=HASTY) as server, server.connect() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(post(COMPLETIONS, {"prompt": "a", "max_tokens": 10**6, "stream": True, "logprobs": 5}))
         until(lambda: engine.aborted == 1 or (engine.idle and engine.steps > 1))

@@ -10,7 +10,8 @@ from typing import cast
 
 import pytest
 from fake_engine import FakeEngine, letters
-from running import SECONDS, Running, exchange, post, running
+from patience import HANG_SECONDS
+from running import Running, exchange, post, running
 
 from shardwise.serve.server.metrics import Metrics
 from shardwise.serve.service import Service
@@ -27,7 +28,7 @@ def server() -> Iterator[Running]:
 
 def figures(server: Running) -> dict[str, float]:
     """Every figure by its name and labels; each is announced with its type before."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=SECONDS) as response:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=HANG_SECONDS) as response:
         assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
         text = response.read().decode()
     found, types = {}, {}

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from fake_engine import FakeEngine, letters, says
+from patience import HANG_SECONDS
 from running import Running, model_of, running, until
 from tokenizers_of_each_kind import tokenizer_of
 
@@ -39,7 +40,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 
 def client_of(server: Running, key: str = "any") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=HANG_SECONDS)
 
 
 def complete(client: openai.OpenAI, **settings: Any) -> Any:

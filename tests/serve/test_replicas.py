@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 from engines import answers, engine_of, expected, tokens_of
+from patience import HANG_SECONDS
 
 from shardwise.run import UserError
 from shardwise.run.sections.serve import ServeConfig
@@ -32,7 +33,7 @@ def replicas(count: int) -> Iterator[tuple[Replicas, list[Engine]]]:
     yield made, engines
     made.close()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_SECONDS)
         assert not thread.is_alive()
 
 

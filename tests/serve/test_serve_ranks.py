@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import SECONDS, until
+from patience import HANG_SECONDS
+from running import until
 
 from shardwise.cli.main import main
 from shardwise.run import run_from_dict, to_toml
@@ -71,11 +72,11 @@ def ask(url: str, prompt: str, tokens: int = 12, **more: Any) -> dict[str, Any]:
     body = dict(prompt=prompt, max_tokens=tokens, temperature=0, ignore_eos=True) | more
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-    return json.loads(urllib.request.urlopen(request, timeout=SECONDS).read())
+    return json.loads(urllib.request.urlopen(request, timeout=HANG_SECONDS).read())
 
 
 def metrics(url: str) -> dict[str, float]:
-    said = urllib.request.urlopen(f"{url}/metrics", timeout=SECONDS).read().decode()
+    said = urllib.request.urlopen(f"{url}/metrics", timeout=HANG_SECONDS).read().decode()
     lines = [line.rsplit(" ", 1) for line in said.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in lines}
 
@@ -116,9 +117,9 @@ def test_replicas_of_two_ranks(checkpoint: Path, capsys: pytest.CaptureFixture[s
         thread.start()
         until(lambda: metrics(url)["shardwise_sequences_running"] == 1)
         process.send_signal(signal.SIGTERM)
-        thread.join(SECONDS)
+        thread.join(HANG_SECONDS)
         assert answers[0]["usage"]["completion_tokens"] == 150
-        assert process.wait(SECONDS) == 0
+        assert process.wait(HANG_SECONDS) == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""
 
@@ -136,13 +137,13 @@ def test_a_lost_rank_ends_the_server_with_a_sentence(checkpoint: Path) -> None:
         asking.start()
         until(lambda: metrics(url)["shardwise_sequences_running"] == 1)
         os.kill(ranks_of(process)[1], signal.SIGKILL)
-        assert process.wait(SECONDS) == 1
+        assert process.wait(HANG_SECONDS) == 1
         assert process.stderr is not None
         said = process.stderr.read()
         assert said.startswith("error: rank 1 was killed by SIGKILL\n")
         assert "Traceback" not in said
         until(lambda: not ranks_of(process))
-        asking.join(SECONDS)
+        asking.join(HANG_SECONDS)
 
 
 @pytest.mark.large("ranks that torchrun started, and generate on them")
@@ -151,7 +152,7 @@ def test_ranks_that_torchrun_started(checkpoint: Path) -> None:
     runner = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "shardwise"]
     told = []
     for command in ([sys.executable, "-m", "shardwise", *asked], [*runner, *asked, "--layout.tensor=2"]):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
         assert done.returncode == 0, done.stderr
         told.append(json.loads(done.stdout)["samples"])
     assert told[0] == told[1]

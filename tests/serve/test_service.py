@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
+from patience import HANG_SECONDS
 
 from shardwise.run import UserError
 from shardwise.serve.request import Request
@@ -24,7 +25,7 @@ def with_service(engine: FakeEngine, work: Callable[[Service], Coroutine[Any, An
     async def body() -> None:
         service = Service(engine, **settings)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG_SECONDS):
                 await work(service)
         finally:
             await service.close()

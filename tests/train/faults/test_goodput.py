@@ -7,12 +7,14 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.train.faults import heartbeat
 from shardwise.train.faults.agent import LONGEST_WAIT, Restarts
 from shardwise.train.faults.goodput import goodput, read_events, record_event
 from shardwise.train.faults.heartbeat import (
@@ -86,18 +88,32 @@ def test_bytes_are_progress_and_whoever_waits_for_them_does_not_hang(
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr(HeartbeatThread, "_exit", lambda thread, why: ended.append(thread.rank))
-    writes, waits = (HeartbeatThread(tmp_path, rank, world=2, hang_seconds=0.4) for rank in range(2))
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)  # which stands while a busy machine does
+    monkeypatch.setattr(heartbeat, "time", clock)
+    writes, waits = (HeartbeatThread(tmp_path, rank, world=2, hang_seconds=0.04) for rank in range(2))
+
+    def both_have_looked() -> None:
+        before = [beats(rank) for rank in range(2)]
+        while any(beats(rank) < count + 2 for rank, count in enumerate(before)):
+            time.sleep(0.001)
+
+    def beats(rank: int) -> int:
+        while (found := read_heartbeat(tmp_path, rank)) is None:  # not yet there, or just being written
+            time.sleep(0.001)
+        return found.count
+
     with writes, waits:
         for thread in (writes, waits):
             thread.step, thread.phase = 5, "saving"
-        until = time.monotonic() + 2.0  # five times the limit, and more than the threads would wait
-        while time.monotonic() < until:
+        for _ in range(20):  # five times the limit, and more than the threads would wait
+            both_have_looked()
             writes.bytes_done += 4096
-            time.sleep(0.02)
+            clock.now += 0.01
+        both_have_looked()
         assert not ended
-        deadline = time.monotonic() + 30
-        while len(set(ended)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        for _ in range(20):
+            clock.now += 0.01
+            both_have_looked()
     assert set(ended) == {0, 1}
 
 
