@@ -70,8 +70,10 @@ def _shape(schedule: Schedule) -> Iterator[str]:
                 yield f"rank {rank} lists {action}: {action.kind} is not one of {', '.join(KINDS)}"
             if not 0 <= action.stage < schedule.stages:
                 yield f"rank {rank} lists {action}, but there are {schedule.stages} stages"
-            if not 0 <= action.microbatch < schedule.microbatches:
+            elif not 0 <= action.microbatch < schedule.microbatches:
                 yield f"rank {rank} lists {action}, but there are {schedule.microbatches} microbatches"
+            elif action.microbatch not in schedule.microbatches_of(action.stage):
+                yield f"rank {rank} lists {action}, which goes the other way"
 
 
 def _counts(schedule: Schedule) -> Iterator[str]:
@@ -88,7 +90,7 @@ def _counts(schedule: Schedule) -> Iterator[str]:
         if updates[stage] != 1:
             yield f"stage {stage} is updated {_often(updates[stage])}"
     for stage in range(schedule.stages):
-        for microbatch in range(schedule.microbatches):
+        for microbatch in schedule.microbatches_of(stage):
             forward, whole, grad_input, grad_weight = (times[Action(kind, stage, microbatch)] for kind in "FBIW")
             evicted, loaded = (times[Action(kind, stage, microbatch)] for kind in HANDED)
             if (evicted, loaded) not in ((0, 0), (2, 2)):
@@ -109,7 +111,7 @@ def _order(schedule: Schedule, listed: dict[Action, tuple[int, int]]) -> Iterato
     """Actions listed before another on the same rank that they depend on."""
     for rank, actions in enumerate(schedule.ranks):
         for at, action in enumerate(actions):
-            for needed in _needs(action, schedule.stages):
+            for needed in _needs(action, schedule):
                 where = listed.get(needed)
                 if where is not None and where[0] == rank and where[1] > at:
                     yield f"rank {rank} lists {action} before {needed}, which it needs"
@@ -135,7 +137,7 @@ def _deadlock(schedule: Schedule, listed: dict[Action, tuple[int, int]]) -> Iter
         for action in schedule.ranks[rank][at[rank] :]:
             absent = (
                 needed
-                for needed in _needs(action, schedule.stages)
+                for needed in _needs(action, schedule)
                 if needed not in done and needed in listed and listed[needed][0] != rank
             )
             missing = next(absent, None)
@@ -178,11 +180,11 @@ def _spelt_out(schedule: Schedule) -> Schedule:
     return replace(schedule, ranks=tuple(lists))
 
 
-def _needs(action: Action, stages: int) -> Iterator[Action]:
+def _needs(action: Action, schedule: Schedule) -> Iterator[Action]:
     """What an action reads; of a backward in one piece or split, whichever is listed."""
     kind, stage, microbatch = action
     if kind == "F":
-        if stage > 0:
+        if not schedule.is_first(stage):
             yield Action("F", stage - 1, microbatch)
     elif kind == "W":
         yield Action("I", stage, microbatch)
@@ -191,7 +193,7 @@ def _needs(action: Action, stages: int) -> Iterator[Action]:
     else:
         yield Action("L", stage, microbatch)
         yield Action("F", stage, microbatch)
-        if stage < stages - 1:
+        if not schedule.is_last(stage):
             yield Action("B", stage + 1, microbatch)
             yield Action("I", stage + 1, microbatch)
 

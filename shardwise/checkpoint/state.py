@@ -114,7 +114,7 @@ def _shards(state: State, smallest: int) -> Iterator[LocalShard]:
     yield from outer_shards(state)
     yield from unsent_shards(state)
     replicas, replica = stage_replica_index(mesh)
-    for index, (name, buffer) in enumerate(() if state.run.adapter.used else buffers(state)):
+    for index, (name, buffer) in enumerate(() if state.run.adapter.used else buffers(state, copies=False)):
         if index % replicas == replica:
             yield _whole(f"{own}model/{name}", buffer)
     if mesh.rank == 0:
@@ -128,9 +128,10 @@ def _whole(name: str, values: Tensor) -> LocalShard:
     return LocalShard(name, tuple(values.shape), (0,) * values.ndim, values)
 
 
-def buffers(state: HasModels) -> Iterator[tuple[str, Tensor]]:
-    """The state of the network besides its parameters: the routers' selection biases. Every rank of a stage has them all."""
-    for model in state.parallel.models:
+def buffers(state: HasModels, copies: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """The state of the network besides its parameters: the routers' selection biases. Every rank of a stage has them all; without
+    `copies`, those of a stage that another rank of the pipeline holds too are that rank's."""
+    for model in state.parallel.models if copies else state.parallel.own_models:
         for prefix, module in model.named_modules():
             for leaf, buffer in module.named_buffers(recurse=False):
                 if is_persistent(module, leaf):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
@@ -114,7 +114,7 @@ def counted(
     batch: Batch,
     *,
     seconds: float = 0.0,
-    middle: range = range(0),
+    middle: Sequence[int] = (),
     times: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Account, bool, int]:
@@ -253,7 +253,7 @@ def verify_dry(run: Run, rank: int, say: Callable[[str], None] = lambda text: No
     # A run meant for GPUs uses their loss here, but not their kernels, so activations are those of a CPU.
     loss: Literal["chunked", "plain"] = "chunked" if chunks_loss(run, gpu=planned_on_gpu(run)) else "plain"
     run = replace(run, train=replace(run.train, device="cpu", loss=loss))
-    count, middle = (run.accumulation, range(0)) if whole else microbatches_to_run(run, rank)
+    count, middle = (run.accumulation, ()) if whole else microbatches_to_run(run, rank)
     short = with_microbatches(run, count)
     say(f"building rank {rank} of {run.layout.world}, to run {count} of {run.accumulation} microbatches without data")
     with dry_rank(short, rank) as train_state:

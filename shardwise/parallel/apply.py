@@ -51,7 +51,7 @@ from shardwise.run.derive import (
 from shardwise.run.parameters import Cut, Parameter, find_parameter, matrix_of
 from shardwise.run.parametrization import initial_factor
 from shardwise.run.sections.adapter import NF4_BLOCK
-from shardwise.schedules import make_schedule
+from shardwise.schedules import Schedule, make_schedule
 from shardwise.torch_private import cache_custom_autograd_functions, is_persistent, sharded_parameters
 
 
@@ -63,6 +63,12 @@ class Parallel:
     models: list[Transformer]
     pipeline: Pipeline
     parameters: list[LocalParameter]
+
+    @property
+    def own_models(self) -> list[Transformer]:
+        """Its stages without those that are copies of a stage on another rank of the pipeline."""
+        held = self.pipeline.stages.items()
+        return [stage.model for number, stage in held if number < self.pipeline.schedule.depth]
 
 
 def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> Parallel:
@@ -81,7 +87,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
     parameters: list[LocalParameter] = []
     for number in schedule.stages_of(mesh.index("pipeline")):
         dtype = getattr(torch, run.train.dtype)
-        model = make_stage(run.model, dtype, ranges[number], number == 0, number == schedule.stages - 1)
+        model = make_stage(run.model, dtype, ranges[number], schedule.is_first(number), schedule.is_last(number))
         put_on_adapters(model, run.adapter)
         gpu = device.type == "cuda"
         gemm = use_tuned_gemms(model.layers) if tunes_gemms(run, gpu=gpu) else Gemm()
@@ -124,8 +130,9 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
         copies = tuple(copy.tensor for copy in compute_copy.values())
         stages[number] = Stage(module, model, split, token_keys(model), copies)
         copied = run.model.tied_embeddings and not model.first and schedule.stages > 1
+        second = number >= schedule.depth  # of the stage on another rank that microbatches pass from the first end
         for name, parameter in model.named_parameters():
-            entry, copy = find_parameter(run.model, name, run.adapter), copied and name == "embed.weight"
+            entry, copy = find_parameter(run.model, name, run.adapter), second or (copied and name == "embed.weight")
             shard = _shard(entry, parameter)
             parameters.append(
                 LocalParameter(name, parameter, entry, entry.cuts(layout), shard, copy, compute_copy.get(parameter))
@@ -136,7 +143,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
     pipeline.replaces_saved = layout.recompute == "optimal" or run.memory.activation_bits > 0 or run.memory.swaps
     pipeline.swap = swap
     if not frozen:
-        _add_tied_group(run, mesh, schedule.placement)
+        _add_pipeline_groups(run, mesh, schedule)
     return Parallel(mesh, [stage.model for stage in stages.values()], pipeline, parameters)
 
 
@@ -245,8 +252,11 @@ def _shard(entry: Parameter, parameter: Tensor) -> Cut | None:
     return Cut("expert_shard" if entry.routed else "zero", placement.dim)
 
 
-def _add_tied_group(run: Run, mesh: Mesh, placement: tuple[int, ...]) -> None:
-    """A group of the first and the last stage's rank of this pipeline, when each holds a copy of a tied embedding."""
+def _add_pipeline_groups(run: Run, mesh: Mesh, schedule: Schedule) -> None:
+    """A group of the first and the last stage's rank of this pipeline, when each holds a copy of a tied embedding; and of the two
+    ranks that hold the same stages, one for each direction."""
+    placement, ranks, here = schedule.placement, mesh.pipeline_ranks(), mesh.index("pipeline")
     if run.model.tied_embeddings and placement[0] != placement[-1]:
-        ranks = mesh.pipeline_ranks()
         mesh.add_group("tied", [ranks[placement[0]], ranks[placement[-1]]])
+    if schedule.directions > 1:
+        mesh.add_group("mirror", sorted((ranks[here], ranks[-1 - here])))

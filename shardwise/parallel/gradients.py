@@ -3,7 +3,8 @@ over everything exactly once, scale.
 
 Traffic a step and rank: over t tensor ranks one all-reduce, 2(t-1)/t of the gradients of what is not cut (norms, routers,
 keys and values of fewer heads than ranks, experts without expert tensor parallelism), of the local shard where ZeRO shards
-them; one of the embedding's gradient between the first and last stage where it is tied. Each rank has a share of the norm
+them; one of the embedding's gradient between the first and last stage where it is tied; one of every gradient between two ranks
+that hold the same stages, where microbatches enter a pipeline at both ends. Each rank has a share of the norm
 (`squared_norm`), which the step adds over all ranks: four float64 values, the count of tokens and the wish to stop ahead of
 the passes, then the norm's share and the loss.
 """
@@ -52,6 +53,10 @@ def reduce_partial_gradients(held: Iterable[LocalParameter], mesh: Mesh) -> None
         tied[1].copy_(tied[0])
     elif mesh.group("tied") is not None:
         all_reduce_together(tied, mesh.group("tied"))
+    if mesh.group("mirror") is not None:
+        for h in held:  # one by one and in place: together they are as large as the gradients
+            if h.grad is not None and h.grad.numel():
+                dist.all_reduce(h.grad, group=mesh.group("mirror"))
 
 
 @torch.no_grad()

@@ -8,8 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.run import LayoutConfig
 from shardwise.run.coordinates import GROUPS, RankCoordinates
 
-PIPELINE_GROUPS = ("pipeline_back", "tied")
-"""More groups whose traffic is the pipeline's: messages back to the stage before, and the two ends of a tied embedding."""
+PIPELINE_GROUPS = ("pipeline_back", "tied", "mirror")
+"""More groups whose traffic is the pipeline's: messages back to the stage before, the two ends of a tied embedding, two ranks that
+hold the same stages."""
 
 
 class Mesh:

@@ -3,7 +3,8 @@
 A rank holds one or several stages; parameters fall by p, activations by what the schedule keeps in flight. Between stages travel
 the residual stream of a microbatch, forward, and its gradient, backward: batch x sequence x hidden elements (of context and tensor
 ranks each its shard). A rank sends one message a microbatch for each of its stages that is not the last, and one for each that is
-not the first; neighbouring stages on one rank send nothing. Sends never wait; receives are posted in the order of the sends, so
+not the first; neighbouring stages on one rank send nothing. Where microbatches enter at both ends, every stage is on two ranks, and
+these add its gradients (`gradients.py`). Sends never wait; receives are posted in the order of the sends, so
 nothing depends on luck or tags. A run without a pipeline is the same executor with one stage.
 """
 
@@ -258,8 +259,8 @@ class Pipeline:
 
     def _needs(self, action: Action) -> Message | None:
         """The message from another rank that an action begins with."""
-        ends = self.schedule.stages - 1
-        if action.kind not in PASSES or action.stage == (0 if action.kind == "F" else ends):
+        begins = self.schedule.is_first if action.kind == "F" else self.schedule.is_last
+        if action.kind not in PASSES or begins(action.stage):
             return None
         kind, sender = ("activation", action.stage - 1) if action.kind == "F" else ("gradient", action.stage + 1)
         home = self.schedule.placement
@@ -287,13 +288,13 @@ class Pipeline:
         elif action.kind == "L":
             self.handover.load(key, batch)
         else:
-            received = [stage.inputs[action.microbatch]] if action.stage else []
+            received = [] if self.schedule.is_first(action.stage) else [stage.inputs[action.microbatch]]
             stays = (*lasting(stage.model, stage.copies), *(x for x in batch.values() if isinstance(x, Tensor)))
             self.handover.evict(key, batch, stays, (*received, stage.roots[action.microbatch][0]))
 
     def _forward(self, action: Action) -> None:
         stage, batch = self.stages[action.stage], self.microbatches[action.microbatch]
-        first, last = action.stage == 0, action.stage == self.schedule.stages - 1
+        first, last = self.schedule.is_first(action.stage), self.schedule.is_last(action.stage)
         x = batch["tokens"] if first else self._get(Message("activation", action.stage - 1, action.microbatch))
         assert x is not None
         training = self.factor is not None
@@ -320,7 +321,7 @@ class Pipeline:
 
     def _backward(self, action: Action, last: bool) -> None:
         stage = self.stages[action.stage]
-        ends = action.stage == self.schedule.stages - 1
+        ends = self.schedule.is_last(action.stage)
         grad = None if ends else self._get(Message("gradient", action.stage + 1, action.microbatch))
         roots = stage.roots.pop(action.microbatch)
         if self.handover is not None:
@@ -378,8 +379,10 @@ class Pipeline:
         if sent is not None:
             self.channel.send(x, sent[0])
             return
-        kind, receiver = ("activation", action.stage + 1) if action.kind == "F" else ("gradient", action.stage - 1)
-        if 0 <= receiver < self.schedule.stages:
+        kind, ends = (
+            ("activation", self.schedule.is_last) if action.kind == "F" else ("gradient", self.schedule.is_first)
+        )
+        if not ends(action.stage):
             self.local[Message(kind, action.stage, action.microbatch)] = x  # type: ignore[arg-type]
 
     def _get(self, message: Message) -> Tensor:

@@ -144,15 +144,18 @@ def bytes_moved(job: Job, step: Step) -> dict[str, dict[str, float]]:
     dense, moe = (float(sum(layers[n][kind] for n in stages)) for kind in (0, 1))
     modules = [(dense, layer(job, routed=False))] if dense else []
     modules += [(moe, layer(job, routed=True))] if moe else []
-    modules += [(1.0, embedding(job))] if 0 in stages else []
-    modules += [(1.0, head(job))] if len(layers) - 1 in stages else []
+    first, last = (any(job.layout.has_ends(n)[end] for n in stages) for end in (0, 1))
+    modules += [(1.0, embedding(job))] if first else []
+    modules += [(1.0, head(job))] if last else []
     moved: dict[str, dict[str, float]] = {}
     for times, ops in modules:
         for op in ops:
             for name, size in zip(("forward", "backward_input", "backward_weight"), op.bytes, strict=True):
                 if np.any(size):
                     passes = moved.setdefault(op.part, {})
-                    passes[name] = passes.get(name, 0.0) + times * float(job.accumulation) * float(size)
+                    passes[name] = passes.get(name, 0.0) + times * float(
+                        job.accumulation
+                    ) / job.layout.directions * float(size)
     return moved
 
 

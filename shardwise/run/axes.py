@@ -11,9 +11,11 @@ RANK_AXES = ("replicate", "shard", "context", "tensor", "pipeline")
 
 LOOPED = ("interleaved", "breadth-first")
 """Pipeline schedules with any number of stages on each rank."""
-V_SHAPED = ("zb-v", "dualpipe-v")
+V_SHAPED = ("zb-v", "dualpipe-v", "dualpipe")
 """Those with two: the first rank holds the first stage and the last."""
+BIDIRECTIONAL = ("dualpipe",)
+"""Those whose microbatches enter at both ends: every stage is on two ranks, once for each direction."""
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
 """Those without a flush: passes of a step use weights from before the last updates."""
-SPLIT_BACKWARD = ("zb-h1", "zb-2p", "zb-v", "dualpipe-v")
+SPLIT_BACKWARD = ("zb-h1", "zb-2p", "zb-v", "dualpipe-v", "dualpipe")
 """Those that split the backward pass into one for inputs and one for weights."""

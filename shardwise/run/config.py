@@ -339,6 +339,11 @@ class Run:
         return self.train.global_batch // (self.train.microbatch * self.layout.data_ranks)
 
     @property
+    def stage_microbatches(self) -> int:
+        """Of those, the ones that pass each stage that a rank holds."""
+        return self.accumulation // self.layout.directions
+
+    @property
     def batch_tokens(self) -> int:
         """Tokens in one step over all ranks."""
         return self.train.global_batch * self.train.seq_len

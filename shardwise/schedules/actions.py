@@ -57,6 +57,9 @@ class Schedule:
     microbatches: int
     partners: bool = False
     """Whether ranks hand saved activations to the rank that is as far from the other end."""
+    directions: int = 1
+    """From how many ends microbatches enter. Stages are numbered along one direction, then along the other; each takes its share of
+    the microbatches."""
 
     @property
     def stages(self) -> int:
@@ -65,7 +68,26 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, in the order of the network."""
-        return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
+        own = (stage for stage, home in enumerate(self.placement) if home == rank)
+        return tuple(sorted(own, key=lambda stage: stage % self.depth))
+
+    @property
+    def depth(self) -> int:
+        """Stages that a microbatch goes through."""
+        return self.stages // self.directions
+
+    def is_first(self, stage: int) -> bool:
+        """Whether microbatches enter there."""
+        return stage % self.depth == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Whether they end there, with the loss."""
+        return stage % self.depth == self.depth - 1
+
+    def microbatches_of(self, stage: int) -> range:
+        """Those that go through a stage: all of them, or the first half in one direction and the rest in the other."""
+        half = -(-self.microbatches // self.directions)
+        return range(half, self.microbatches) if stage >= self.depth else range(half)
 
 
 class Message(NamedTuple):

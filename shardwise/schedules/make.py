@@ -13,8 +13,9 @@ from shardwise.schedules.actions import Schedule
 from shardwise.schedules.all_forward_all_backward import breadth_first, gpipe
 from shardwise.schedules.asynchronous import asynchronous
 from shardwise.schedules.bpipe import bpipe
+from shardwise.schedules.dualpipe import dualpipe, dualpipe_v
 from shardwise.schedules.one_forward_one_backward import interleaved, one_forward_one_backward
-from shardwise.schedules.split_backward import dualpipe_v, zb_h1, zb_v
+from shardwise.schedules.split_backward import zb_h1, zb_v
 from shardwise.schedules.zero_bubble_2p import zb_2p
 
 
@@ -23,6 +24,8 @@ class _Family(NamedTuple):
     chunks: int
     """Stages a rank by default."""
     any_chunks: bool = False
+    even: bool = False
+    """Whether ranks come in pairs."""
 
 
 _FAMILIES: dict[str, _Family] = {
@@ -35,6 +38,7 @@ _FAMILIES: dict[str, _Family] = {
     "zb-2p": _Family(lambda ranks, microbatches, _: zb_2p(ranks, microbatches), 1),
     "zb-v": _Family(lambda ranks, microbatches, _: zb_v(ranks, microbatches), 2),
     "dualpipe-v": _Family(lambda ranks, microbatches, _: dualpipe_v(ranks, microbatches), 2),
+    "dualpipe": _Family(lambda ranks, microbatches, _: dualpipe(ranks, microbatches), 2, even=True),
     "pipedream": _Family(lambda ranks, microbatches, _: asynchronous("pipedream", ranks, microbatches), 1),
     "pipedream-2bw": _Family(lambda ranks, microbatches, _: asynchronous("pipedream-2bw", ranks, microbatches), 1),
 }
@@ -53,7 +57,10 @@ def legal(name: str, ranks: int, microbatches: int, chunks: int | None = None) -
     family = _FAMILIES.get(name)
     if family is None:
         reasons.append(f'no schedule is called "{name}"; there are {", ".join(SCHEDULES)}')
-    elif (
+        return reasons
+    if family.even and ranks % 2 and not ranks == chunks == 1:
+        reasons.append(f"{name} on {ranks} ranks: two ranks hold the same stages, so it needs an even number of them")
+    if (
         chunks is not None
         and chunks >= 1
         and chunks != family.chunks
@@ -87,7 +94,8 @@ def fewer_rounds(ranks: int, microbatches: int, rounds: int) -> int:
     """The microbatches of at most so many rounds, and those that do not fill a round.
 
     A round is as many microbatches as the pipeline has ranks. Long schedules repeat their middle, so questions about order
-    and occupancy have the same answer after a few rounds.
+    and occupancy have the same answer after a few rounds. Where microbatches enter at both ends, time needs as many each way: ask
+    for twice the ranks.
     """
     return min(microbatches, rounds * ranks + microbatches % ranks)
 

@@ -98,7 +98,7 @@ def time(schedule: Schedule, cost: Cost, latency: float | Sequence[float] = 0, h
     works = [[durations[kind][stage] for kind, stage, _ in actions] for actions in schedule.ranks]
     forward = [seconds for seconds in (*hop, 0.0) for _ in range(microbatches)]
     backward = [seconds for seconds in (0.0, *hop) for _ in range(microbatches)]
-    return play(schedule.ranks, stages, microbatches, works, forward, backward, handing)
+    return play(schedule.ranks, stages, microbatches, works, forward, backward, handing, schedule.directions)
 
 
 def play(
@@ -109,6 +109,7 @@ def play(
     forward: Sequence[float],
     backward: Sequence[float],
     handing: float = 0.0,
+    directions: int = 1,
 ) -> Timing:
     """Plays lists of actions, each with a duration of its own in `works`. `forward` and `backward` are the latencies of what the
     forward and the backward of each stage and microbatch send, at stage * microbatches + microbatch. Raises `Deadlock`."""
@@ -117,6 +118,8 @@ def play(
     size = stages * microbatches
     activation: list[float | None] = [0.0] * microbatches + [None] * size  # what stage s reads is at s * microbatches
     gradient: list[float | None] = [None] * size + [0.0] * microbatches  # … and here at (s + 1) * microbatches
+    for end in range(size // directions, size, size // directions):  # where one direction ends and the next begins
+        activation[end : end + microbatches] = gradient[end : end + microbatches] = [0.0] * microbatches
     asleep: dict[int, int] = {}  # slot waited for -> rank; gradients are numbered after the activations
     gradient_slots = size + microbatches
 

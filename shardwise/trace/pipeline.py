@@ -232,8 +232,14 @@ def played(ranks: Sequence[Executed], latency: Mapping[Action, int]) -> int | No
         for kind in ("F", "B")
     )
     works = [list(map(float, one.works)) for one in ranks]
+    # Where some do not go through the first stage, they enter at the other end.
+    directions = 1 if len({a.microbatch for a in actions if a.stage == 0}) == microbatches else 2
     try:
-        return int(play([one.actions for one in ranks], stages, microbatches, works, forward, backward).makespan)
+        return int(
+            play(
+                [one.actions for one in ranks], stages, microbatches, works, forward, backward, 0.0, directions
+            ).makespan
+        )
     except Deadlock:
         return None
 

@@ -90,8 +90,9 @@ def _score_set(run: Run, network: Reference, samples: Samples, writer: ScoreWrit
                 continue
             learned = batch.targets[some][: len(places)] != IGNORE_INDEX
             known = np.where(learned, np.stack(places), -1)[:, own].ravel()
-            said = microbatch["teacher_logprobs" if teaches else "reference"]
-            assert said is not None
+            said = microbatch.get("teacher_logprobs" if teaches else "reference")
+            if said is None:  # it ended its passes on another rank
+                continue
             tokens = microbatch["teacher_tokens"] if teaches else None
             kept = [
                 None if each is None else each[: len(places)].reshape(len(known), -1).cpu().numpy()

@@ -255,8 +255,9 @@ class TrainState:
         self.reference.add_logprobs(beside, self._stream())
         collect(self.parallel, beside, self._stream(), "policy")
         total = torch.zeros(2, dtype=self.loss_dtype, device=self.device)
-        for each in beside if self.parallel.models[-1].last else ():
-            total += self.objective.strayed(each)
+        for each in beside:
+            if "policy" in each:  # which the rank that ends its passes has
+                total += self.objective.strayed(each)
         return total
 
     def refresh(self) -> None:
@@ -320,6 +321,8 @@ class TrainState:
         for axis in ("zero", "tensor") if self.outer is not None else ("replicate", "zero", "tensor"):
             if self.mesh.group(axis) is not None:
                 dist.all_reduce(loads, group=self.mesh.group(axis))
+        if self.mesh.group("mirror") is not None:
+            dist.all_reduce(loads, group=self.mesh.group("mirror"))
         for router, load in zip(self.routers, loads, strict=True):
             router.load.copy_(load)
 

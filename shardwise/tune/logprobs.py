@@ -17,21 +17,21 @@ Floats = NDArray[np.float64]
 
 
 class Collector(Objective):
-    """Keeps the log-probabilities of targets, in the place of a loss."""
+    """Puts the log-probabilities of targets into each microbatch, in the place of a loss."""
 
     def __init__(self, temperature: float, device: torch.device) -> None:
         self.auxiliary_weights = torch.zeros(2, device=device)
         self.temperature = temperature
-        self.found: list[Tensor] = []
 
     def loss(self, microbatch: Microbatch, head: nn.Module, hidden: Tensor, unembedding: Tensor) -> Tensor:
         if self.temperature != 1:
             hidden = hidden / self.temperature
-        return head(hidden, unembedding, microbatch["targets"], make=self._keep)
 
-    def _keep(self, logprobs: Tensor) -> Tensor:
-        self.found.append(logprobs.detach().clone())
-        return logprobs.sum() * 0
+        def keep(logprobs: Tensor) -> Tensor:
+            microbatch["answers"] = logprobs.detach().clone()
+            return logprobs.sum() * 0
+
+        return head(hidden, unembedding, microbatch["targets"], make=keep)
 
 
 @torch.no_grad()
@@ -42,15 +42,18 @@ def answer_logprobs(state: TrainState, batch: AnswerBatch) -> Floats:
     for model in state.parallel.models:
         model.eval()
     collector = Collector(run.objective.temperature, state.device)
-    state.parallel.pipeline.run(state.microbatches(batch), state._stream(), collector, None)
+    microbatches = state.microbatches(batch)
+    state.parallel.pipeline.run(microbatches, state._stream(), collector, None)
     length = batch.tokens.shape[1]
     count = len(batch.tokens) * run.layout.data_ranks
     whole = np.zeros((count, length))
-    # Of tensor ranks, which all have the same, one tells; a rank without the last stage has nothing to tell.
-    if collector.found and mesh.index("tensor") == 0:
-        rows = state.samples(np.arange(count))
-        places = zigzag_positions(length, run.layout.context, mesh.index("context"))
-        whole[np.ix_(rows, places)] = torch.cat(collector.found).double().cpu().numpy()
+    # Of tensor ranks, which all have the same, one tells; a rank on which no microbatch ends has nothing to tell.
+    rows = state.samples(np.arange(count)).reshape(len(microbatches), -1)
+    places = zigzag_positions(length, run.layout.context, mesh.index("context"))
+    for mine, microbatch in zip(rows, microbatches, strict=True):
+        found = microbatch.get("answers")
+        if found is not None and mesh.index("tensor") == 0:
+            whole[np.ix_(mine, places)] = found.double().cpu().numpy()
     if run.layout.world == 1:
         return whole
     total = torch.from_numpy(whole).to(state.device)

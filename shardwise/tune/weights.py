@@ -192,7 +192,7 @@ def _stage_of(run: Run, name: str) -> int:
     """The stage of the pipeline that holds a parameter or buffer."""
     ranges = layers_of_stages(run)
     if not name.startswith("layers."):
-        return 0 if name.startswith(("embed.", "positions.")) else len(ranges) - 1
+        return 0 if name.startswith(("embed.", "positions.")) else run.layout.distinct_stages - 1
     layer = int(name.split(".")[1])
     return next(number for number, layers in enumerate(ranges) if layer in layers)
 

@@ -80,6 +80,8 @@ def test_random_pairs_of_layouts(ranks: RankPool, tmp_path: Path, pair: int, req
     [
         (dict(pipeline=4), dict(pipeline=2, schedule="zb-v", tensor=2, expert_tensor=True)),
         (dict(shard=2, expert=2), dict(shard=4, expert=4, zero=1)),
+        (dict(pipeline=2, schedule="dualpipe"), dict(shard=2, expert=2)),
+        (dict(pipeline=2, shard=2), dict(pipeline=4, schedule="dualpipe")),
     ],
     ids=str,
 )

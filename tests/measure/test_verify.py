@@ -146,6 +146,8 @@ FEWER: list[tuple[str, Layout, int, tuple[int, ...]]] = [
     ("dense", dict(pipeline=2, shard=2, zero=3, schedule="zb-h1"), 12, (0, 3)),
     ("mixture", dict(pipeline=2, shard=2, zero=3, schedule="zb-v", recompute="full"), 12, (0, 3)),
     ("dense", dict(pipeline=3, context=2, zero=1, schedule="zb-h1"), 16, (0, 5)),
+    ("mixture", dict(pipeline=2, shard=2, zero=1, schedule="dualpipe"), 12, (0, 3)),
+    ("dense", dict(pipeline=4, shard=2, zero=3, schedule="dualpipe"), 24, (0, 5)),
 ]
 
 
@@ -176,6 +178,7 @@ def test_a_few_microbatches_say_what_all_of_them_do(
         (dict(), 12, 6, range(2, 4)),  # a round of ZeRO-3
         (dict(schedule="interleaved", zero=1), 12, 4, range(2, 3)),
         (dict(schedule="interleaved", zero=1), 13, 13, range(0)),  # the last round moves every round before it
+        (dict(schedule="dualpipe", zero=1), 20, 4, [1, 3]),  # one each way
     ],
     ids=str,
 )

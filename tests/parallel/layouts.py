@@ -12,6 +12,7 @@ import cases
 
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.run import Run, UserError
+from shardwise.run.axes import BIDIRECTIONAL
 from shardwise.run.derive import compiles
 from shardwise.run.sections.objective import FACTS
 
@@ -203,6 +204,7 @@ SMALL_EDGES: list[Drawn] = [
     ("tied", dict(pipeline=2, context=2, stages=(1, 3)), dict(objective="distill reverse", global_batch=4)),
     ("dense", dict(context=2), dict(objective="reward", adapter="lora")),  # whose head of scores is learned beside
     ("tied", dict(pipeline=4, schedule="bpipe"), dict(global_batch=6, microbatch=1)),  # with enough ranks to even out
+    ("tied", dict(pipeline=4, schedule="dualpipe"), dict(microbatch=1)),  # with ranks between the ends
 ]  # fmt: skip
 """What the covering array does not draw, one of each kind."""
 NO_EXPERTS = ("bpipe",)
@@ -212,6 +214,12 @@ BPIPE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (dict(recompute="attention"), LOW_PRECISION), (dict(tensor=2, recompute="attention"), dict(adapter="lora")),
 ]  # fmt: skip
 """What BPipe hands over, with other axes beside."""
+DUALPIPE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (dict(tensor=2), {}), (dict(shard=2, zero=1), dict(optimizer="muon")), (dict(shard=2, zero=2, expert=2), LOW_PRECISION),
+    (dict(context=2, recompute="full"), {}), (dict(replicate=2), {}), (dict(tensor=2), dict(objective="kto")),
+    (dict(), dict(adapter="lora", objective="dpo")), (dict(pipeline=4, shard=2), dict(layers=8, global_batch=32)),
+]  # fmt: skip
+"""What DualPipe adds over two ranks, with other axes beside."""
 FEWER_EXPERTS_THAN_RANKS: list[Drawn] = [
     *[("few", dict(shard=4, expert=2, zero=zero), {}) for zero in (1, 2, 3)],
     ("few", dict(shard=4), {}),
@@ -344,7 +352,8 @@ LARGE_EDGES: list[Drawn] = [
       for schedule in cases.SCHEDULES if schedule not in NO_EXPERTS],
     *[("dense", dict(pipeline=4, schedule="bpipe") | axes, dict(global_batch=12, microbatch=1) | more) for axes, more in BPIPE],
     *[("dense", dict(pipeline=2, schedule=schedule), dict(global_batch=batch, microbatch=1))
-      for schedule in cases.SCHEDULES for batch in (1, 3, 5)],
+      for schedule in cases.SCHEDULES for batch in ((2, 4, 6) if schedule in BIDIRECTIONAL else (1, 3, 5))],
+    *[("mixture", dict(pipeline=2, schedule="dualpipe") | axes, dict(microbatch=1) | more) for axes, more in DUALPIPE],
     *[("dense", dict(pipeline=4, schedule=schedule), dict(layers=8)) for schedule in ("1f1b", "interleaved")],
     ("tied", dict(pipeline=4), {}),
     ("tied", dict(pipeline=2, schedule="zb-v"), {}),

@@ -192,13 +192,14 @@ def test_states_of_zero_in_bytes_a_parameter(zero: int, states: tuple[float, ...
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_microbatches_in_flight_are_those_of_the_schedule(schedule: str) -> None:
     layout: dict[str, Any] = dict(pipeline=4, schedule=schedule, chunks=2, microbatch=2, recompute="full")
-    chunks = make_job(GPT, **layout).layout.stages_per_rank
-    job = make_job(GPT, "megatron", **layout, stages=(2 // chunks,) * (4 * chunks))
-    one = job.rows * job.model.hidden * job.width * job.model.layers / (4 * chunks)
+    shape = make_job(GPT, **layout).layout
+    chunks, parts = shape.stages_per_rank, shape.distinct_stages
+    job = make_job(GPT, "megatron", **layout, stages=(8 // parts,) * parts)
+    one = job.rows * job.model.hidden * job.width * job.model.layers / parts
     got = memory(job)
     listed = make_schedule(schedule, 4, 32, chunks)
     mask = job.rows * job.model.hidden  # of the embedding's dropout
-    whole = [one + mask * (s == 0) for s in range(4 * chunks)]
+    whole = [one + mask * listed.is_first(s) for s in range(4 * chunks)]
     again = got.ranks[3]["activations"] - peak_activations(listed, whole)[3]
     for rank, held in enumerate(peak_activations(listed, whole)):
         assert got.ranks[rank]["activations"] - again == pytest.approx(held, rel=1e-9)

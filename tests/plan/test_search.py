@@ -25,6 +25,7 @@ from shardwise.plan.time.step import prepare, step_time
 from shardwise.plan.trainer.memory import memory_of
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run import LayoutConfig, Run, UserError, run_from_dict, to_dict
+from shardwise.run.axes import V_SHAPED
 from shardwise.run.rules.check import batch_rules, broken_rules
 from shardwise.schedules import SCHEDULES, Cost, make_schedule, peak_activations, time
 
@@ -113,7 +114,7 @@ def test_closed_forms_are_near_the_played_schedule(name: str) -> None:
     rng = random.Random(name)
     for _ in range(25):
         ranks, microbatches = rng.choice((2, 4, 8)), rng.choice((2, 4, 8, 12, 16, 24))
-        chunks = {"zb-v": 2, "dualpipe-v": 2, "interleaved": rng.choice((2, 3)), "breadth-first": 2}.get(name, 1)
+        chunks = {"interleaved": rng.choice((2, 3)), "breadth-first": 2}.get(name, 1 + (name in V_SHAPED))
         f, i, w, hop = 1.0, rng.choice((0.9, 1.1, 2.1)), rng.choice((0.8, 1.0)), rng.choice((0.0, 0.05))
         stages = ranks * chunks
         schedule = make_schedule(name, ranks, microbatches, chunks)

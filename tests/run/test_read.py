@@ -49,6 +49,7 @@ TOPK = ("layout.compress=topk", "layout.replicate=2")
 OPTIMAL = ("layout.recompute=optimal", "layout.recompute_budget=1")
 RARELY = ("layout.replicate=2", "layout.sync_every=4")
 QUANTIZED = ("layout.compress_weights=int8", "layout.shard=2")
+DUALPIPE = ["layout.pipeline=2", "layout.schedule=dualpipe"]
 ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmup=2")
 
 
@@ -100,6 +101,10 @@ ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmu
         (["layout.pipeline=7"], "layout.pipeline", "least one layer"),
         (["layout.pipeline=4", "layout.schedule=zb-v"], "layout.pipeline", "4 ranks with 2 stages each"),
         (["layout.pipeline=2", "layout.schedule=bpipe", "train.fp8=rowwise"], "layout.schedule", "fp8 layers keep more beside it"),
+        ([*DUALPIPE, "layout.pipeline=3"], "layout.pipeline", "two ranks hold the same stages: 3 must be an even number"),
+        ([*DUALPIPE, "train.global_batch=3", "train.microbatch=1"], "layout.schedule", "a step has 3: it must be an even number"),
+        ([*DUALPIPE, "layout.offload=true"], "layout.schedule", "use 1f1b or dualpipe-v"),
+        ([*DUALPIPE, "layout.stages=1,1,1,1"], "layout.stages", "must be 2 numbers above 0"),
         (["layout.pipeline=2", "layout.stages=1,2"], "layout.stages", "add up to model.layers = 4"),
         (["layout.pipeline=3", "layout.stages=2,0,2"], "layout.stages", "above 0"),
         (["layout.pipeline=2", "layout.stages=5,-1"], "layout.stages", "above 0"),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_check import check
 
-from shardwise.run.axes import ASYNCHRONOUS
+from shardwise.run.axes import ASYNCHRONOUS, BIDIRECTIONAL
 from shardwise.schedules import SCHEDULES, Action, Cost, Deadlock, Schedule, make_schedule, time
 
 
@@ -29,7 +29,9 @@ PLAIN = [name for name in SCHEDULES if name != "bpipe" and name not in ASYNCHRON
 @st.composite
 def placed(draw: st.DrawFn) -> tuple[Schedule, int, int]:
     """A sound schedule with the place of one of its actions."""
-    schedule = make_schedule(draw(st.sampled_from(PLAIN)), draw(st.integers(2, 5)), draw(st.integers(1, 9)))
+    name = draw(st.sampled_from(PLAIN))
+    ranks = draw(st.sampled_from((2, 4, 6)) if name in BIDIRECTIONAL else st.integers(2, 5))
+    schedule = make_schedule(name, ranks, draw(st.integers(1, 9)))
     rank = draw(st.integers(0, len(schedule.ranks) - 1))
     return schedule, rank, draw(st.integers(0, len(schedule.ranks[rank]) - 1))
 
@@ -124,12 +126,12 @@ def test_a_shuffled_list_passes_only_when_it_can_really_be_played(
             while listed:
                 kind, stage, microbatch = listed[0]
                 needs = {
-                    "F": {("F", stage - 1, microbatch)} if stage else set(),
+                    "F": {("F", stage - 1, microbatch)} if not schedule.is_first(stage) else set(),
                     "W": {("I", stage, microbatch)},
                 }.get(
                     kind,
                     {("F", stage, microbatch)}
-                    | ({("I", stage + 1, microbatch)} if stage + 1 < schedule.stages else set()),
+                    | ({("I", stage + 1, microbatch)} if not schedule.is_last(stage) else set()),
                 )
                 if not needs <= done:
                     break

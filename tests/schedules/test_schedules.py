@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_check import check
 
-from shardwise.run.axes import LOOPED, SPLIT_BACKWARD, V_SHAPED
+from shardwise.run.axes import BIDIRECTIONAL, LOOPED, SPLIT_BACKWARD, V_SHAPED
 from shardwise.schedules import (
     SCHEDULES,
     Action,
@@ -30,7 +30,8 @@ SMALL = settings(max_examples=150, deadline=None)
 def schedules(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(SCHEDULES))
     chunks = draw(st.integers(1, 3)) if name in LOOPED else None
-    return make_schedule(name, draw(st.integers(1, 8)), draw(st.integers(1, 20)), chunks)
+    ranks = draw(st.sampled_from((2, 4, 6, 8)) if name in BIDIRECTIONAL else st.integers(1, 8))
+    return make_schedule(name, ranks, draw(st.integers(1, 20)), chunks)
 
 
 def bubbles(
@@ -46,7 +47,7 @@ def test_every_schedule_passes_the_checker_for_any_number_of_microbatches(schedu
     assert report.problems == ()
     assert all(levels[-1] == 0 for levels in report.in_flight)
     actions = [action for rank in schedule.ranks for action in rank]
-    assert sum(action.kind == "F" for action in actions) == schedule.stages * schedule.microbatches
+    assert sum(action.kind == "F" for action in actions) == schedule.depth * schedule.microbatches
 
 
 @SMALL
@@ -57,7 +58,7 @@ def test_each_stage_adds_up_its_gradients_in_the_same_order(schedule: Schedule) 
             order = [
                 a.microbatch for a in schedule.ranks[schedule.placement[stage]] if a.stage == stage and a.kind in kinds
             ]
-            assert order == list(range(schedule.microbatches)), (stage, kinds)
+            assert order == list(schedule.microbatches_of(stage)), (stage, kinds)
 
 
 @SMALL
@@ -76,7 +77,7 @@ def test_transfers_are_the_neighbours_of_the_network_in_the_senders_order(schedu
             seen.add((kind, stage, microbatch))
         assert made == sorted(made)
         assert len(made) == len(messages)
-    crossings = sum(a != b for a, b in pairwise(schedule.placement))
+    crossings = sum(a != b for a, b in pairwise(schedule.placement[: schedule.depth]))
     assert len(seen) == 2 * crossings * schedule.microbatches
 
 
@@ -177,12 +178,53 @@ def test_dualpipe_v_in_sequence(ranks: int, more: int, forward: int, grad_input:
                 assert one.stage != other.stage
 
 
+@pytest.mark.parametrize(("forward", "grad_input", "grad_weight"), [(1, 1, 1), (4, 3, 2), (4, 4, 3)])
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8, 16])
+@pytest.mark.parametrize("more", [0, 2, 14])
+def test_dualpipe_in_sequence(ranks: int, more: int, forward: int, grad_input: int, grad_weight: int) -> None:
+    schedule = make_schedule("dualpipe", ranks, 2 * ranks + more)
+    assert bubbles(schedule, forward, grad_input, grad_weight) == {
+        (ranks // 2 - 1) * (forward + grad_input - grad_weight)
+    }
+    assert check(schedule).high_water == (ranks + 1,) * ranks  # the report's table 2: PP + 1
+    for rank, actions in enumerate(schedule.ranks):
+        # Both ends see the same from their own side, and two ranks hold the same stages of the network.
+        half, other = len(schedule.microbatches_of(0)), schedule.ranks[ranks - 1 - rank]
+        mirrored = [
+            Action(a.kind, (a.stage + ranks) % (2 * ranks), (a.microbatch + half) % (2 * half)) for a in actions
+        ]
+        assert mirrored == list(other)
+        assert schedule.stages_of(rank) == (
+            (rank, 2 * ranks - 1 - rank) if 2 * rank < ranks else (2 * ranks - 1 - rank, rank)
+        )
+
+
+def test_dualpipe_is_figure_5_of_the_report() -> None:
+    # Eight ranks, ten microbatches each way; forwards by number, ' the other way, b a backward, w a weight gradient apart.
+    schedule = make_schedule("dualpipe", 8, 20)
+
+    def drawn(rank: int, count: int) -> str:
+        def one(action: Action) -> str:
+            kind = {"F": "", "B": "b", "I": "i", "W": "w"}[action.kind]
+            return f"{kind}{action.microbatch % 10}" + ("'" if action.stage >= 8 else "")
+
+        return " ".join(map(one, schedule.ranks[rank][:count]))
+
+    assert drawn(0, 14) == "0 1 2 3 4 5 6 0' i0' w0' 1' i1' w1' 2'"
+    assert drawn(3, 12) == "0 0' 1 1' 2 2' 3 3' 4 b0' 4' b0"
+    assert drawn(7, 8) == "0' 1' 2' 3' 4' 5' 6' 0"
+    assert [str(a) for a in schedule.ranks[0][-3:]] == ["W0.8", "I0.9", "W0.9"]
+
+
 @pytest.mark.parametrize(("forward", "grad_input", "grad_weight"), [(1, 1, 1), (2, 3, 2), (3, 4, 2)])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_dualpipe_v_with_pairs_run_as_one_has_the_published_bubble(
-    ranks: int, forward: int, grad_input: int, grad_weight: int
+@pytest.mark.parametrize(
+    ("name", "ranks", "depth"),
+    [*(("dualpipe-v", p, p) for p in (2, 3, 4, 8)), *(("dualpipe", p, p // 2) for p in (2, 4, 8, 16))],
+)
+def test_dualpipe_with_pairs_run_as_one_has_the_published_bubble(
+    name: str, ranks: int, depth: int, forward: int, grad_input: int, grad_weight: int
 ) -> None:
-    schedule = make_schedule("dualpipe-v", ranks, 2 * ranks + 3)
+    schedule = make_schedule(name, ranks, 2 * ranks + 4)
     backward = grad_input + grad_weight
     length = {"F": forward, "B": backward, "I": grad_input, "W": grad_weight}
     blocks: list[list[list[Action]]] = []
@@ -193,8 +235,11 @@ def test_dualpipe_v_with_pairs_run_as_one_has_the_published_bubble(
                 blocks[-1][-1].append(action)
             else:
                 blocks[-1].append([action])
-    finished: dict[tuple[bool, int, int], int] = {(True, -1, m): 0 for m in range(schedule.microbatches)}
-    finished |= {(False, schedule.stages, m): 0 for m in range(schedule.microbatches)}
+    finished: dict[tuple[bool, int, int], int] = {}
+    for stage in range(schedule.stages):
+        for m in schedule.microbatches_of(stage):
+            finished |= {(True, stage - 1, m): 0} if schedule.is_first(stage) else {}
+            finished |= {(False, stage + 1, m): 0} if schedule.is_last(stage) else {}
     clock = [0] * ranks
     while any(blocks):
         for rank in range(ranks):
@@ -211,8 +256,8 @@ def test_dualpipe_v_with_pairs_run_as_one_has_the_published_bubble(
                 clock[rank] += sum(length[action.kind] for action in block)
                 finished |= {(a.kind == "F", a.stage, a.microbatch): clock[rank] for a in block if a.kind != "W"}
                 blocks[rank].pop(0)
-    work = 2 * schedule.microbatches * (forward + backward)
-    assert max(clock) - work == (ranks - 1) * ((forward + backward) + backward - 3 * grad_weight)
+    work = 2 * len(schedule.microbatches_of(0)) * (forward + backward)
+    assert max(clock) - work == (depth - 1) * ((forward + backward) + backward - 3 * grad_weight)
 
 
 def test_memory_can_be_weighed_by_stage_and_by_what_the_weights_still_need() -> None:
@@ -230,6 +275,7 @@ def test_memory_can_be_weighed_by_stage_and_by_what_the_weights_still_need() -> 
         (("interleaved", 2, 4, 0), ["0 stages"]),
         (("zb-v", 2, 4, 3), ["zb-v holds 2 stages on each rank, not 3"]),
         (("zb-h1", 2, 4, 2), ["zb-h1 holds 1 stage on each rank, not 2"]),
+        (("dualpipe", 3, 4), ["two ranks hold the same stages, so it needs an even number"]),
         (("interleave", -1, 0, 2), ["-1 ranks", "0 microbatches", "there are gpipe"]),
     ],
 )
@@ -243,10 +289,10 @@ def test_what_is_not_legal_is_said_whole_and_not_made(arguments: tuple, words: l
 
 def test_names_and_stages_agree_with_what_is_made() -> None:
     for name in SCHEDULES:
-        schedule = make_schedule(name, 3, 4)
-        assert legal(name, 3, 4) == legal(name, 3, 4, schedule.stages // 3) == []
+        schedule = make_schedule(name, 6, 4)
+        assert legal(name, 6, 4) == legal(name, 6, 4, schedule.stages // 6) == []
         assert schedule.name == name
-        assert schedule.stages == 3 * (2 if name in (*LOOPED, *V_SHAPED) else 1)
+        assert schedule.stages == 6 * (2 if name in (*LOOPED, *V_SHAPED) else 1)
         assert schedule.stages_of(0)[0] == 0
         kinds = {action.kind for rank in schedule.ranks for action in rank}
         assert ("I" in kinds) == (name in SPLIT_BACKWARD)

@@ -33,7 +33,7 @@ def with_microbatches(run: Run, count: int) -> Run:
     return replace(run, train=replace(run.train, global_batch=batch))
 
 
-def microbatches_to_run(run: Run, rank: int) -> tuple[int, range]:
+def microbatches_to_run(run: Run, rank: int) -> tuple[int, Sequence[int]]:
     """How many microbatches of a step to run on a rank, and which of them are those that all others repeat."""
     lay, whole = run.layout, run.accumulation
     if facts_of(run.objective).reference:  # whose passes come before all others
@@ -45,8 +45,12 @@ def microbatches_to_run(run: Run, rank: int) -> tuple[int, range]:
     for rounds in range(1, 1 if uneven else 1 + MOST_ROUNDS):
         count = fewer_rounds(lay.pipeline, whole, rounds)
         if whole > count >= max(FEWEST, 3 * unit) and activations(with_microbatches(run, count), rank) == peak:
-            first = unit if unit > 1 else count // 2
-            return count, range(first, first + unit)
+            ways = lay.directions  # each has its own first and last
+            each, length = max(1, unit // ways), count // ways
+            first = each if unit > 1 else length // 2
+            if ways == 1:
+                return count, range(first, first + each)
+            return count, [way * length + first + n for way in range(ways) for n in range(each)]
     return whole, range(0)
 
 

@@ -134,8 +134,8 @@ def training_flops(model: ModelConfig, seq_len: int, adapter: AdapterConfig = NO
 
 
 def layers_of_stages(run: Run) -> list[range]:
-    """The layers of every stage of a run, in order."""
-    return list(_ranges(stage_counts(run.model, run.layout, run.train.seq_len)))
+    """The layers of every stage of a run, in order; direction by direction where microbatches enter at both ends."""
+    return list(_ranges(stage_counts(run.model, run.layout, run.train.seq_len)) * run.layout.directions)
 
 
 @lru_cache(maxsize=256)
@@ -145,8 +145,8 @@ def _ranges(counts: tuple[int, ...]) -> tuple[range, ...]:
 
 
 def stage_counts(model: ModelConfig, layout: LayoutConfig, seq_len: int) -> tuple[int, ...]:
-    """How many layers every stage holds."""
-    return layout.stages or _balanced(model, layout.pipeline * layout.stages_per_rank, seq_len)
+    """How many layers every stage holds, of one direction."""
+    return layout.stages or _balanced(model, layout.distinct_stages, seq_len)
 
 
 @lru_cache(maxsize=4096)

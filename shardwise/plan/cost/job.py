@@ -97,6 +97,11 @@ class Job:
         return max(1, round(float(self.accumulation)))
 
     @property
+    def stage_microbatches(self) -> int:
+        """Of those, the ones that pass each stage that a rank holds."""
+        return max(1, self.microbatches // self.layout.directions)
+
+    @property
     def rows(self) -> Number:
         """Tokens of a microbatch on a context rank."""
         return self.microbatch * self.seq_len / self.layout.context
@@ -125,7 +130,7 @@ class Job:
             dense = count if not m.experts else max(0, min(m.dense_layers - start, count))
             result.append((dense, count - dense))
             start += count
-        return result
+        return result * self.layout.directions
 
 
 def cluster_of(run: Run) -> Cluster:

@@ -90,7 +90,9 @@ def memory(job: Job) -> Memory:
     dense = layer_activations(job, routed=False) if not routed or job.model.dense_layers else nothing
     moe = layer_activations(job, routed=True) if routed else nothing
     saved = [float(d * dense[0] + r * moe[0]) for d, r in layers]
-    saved[0] += float(sum(op.saved for op in embedding(job)))
+    for n in range(len(layers)):
+        if lay.has_ends(n)[0]:
+            saved[n] += float(sum(op.saved for op in embedding(job)))
     if lay.pipeline > 1:
         count, _ = rounds_to_play(lay.pipeline, job.microbatches)
         schedule = cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank)
@@ -110,7 +112,7 @@ def memory(job: Job) -> Memory:
             owners["parameters"] *= 1 + versions_kept(lay.schedule, behind, job.microbatches)
         owners["gathered"] += float(cast_copies(job, own)) * standing_casts(job, lay.recompute)
         owners["activations"] = peaks[rank] + recomputed
-        owners["logits"] = float(loss_bytes(job)) if len(layers) - 1 in mine else 0.0
+        owners["logits"] = float(loss_bytes(job)) if any(lay.has_ends(n)[1] for n in mine) else 0.0
         if lay.zero == 3:
             owners["gathered"] += float(gathered_layers(job))
         owners["buffers"] = float(buffers(job))

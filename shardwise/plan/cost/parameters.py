@@ -72,9 +72,10 @@ def stage_parameters(job: Job, stages: list[tuple[float, float]]) -> list[LocalN
     result = []
     for n, (dense_layers, moe_layers) in enumerate(stages):
         own = dense_layers * dense.dense + moe_layers * moe.dense
-        if n == 0:
+        begins, ends = job.layout.has_ends(n)
+        if begins:
             own = own + first
-        if n == len(stages) - 1 and not (job.model.tied_embeddings and len(stages) == 1):
+        if ends and not (job.model.tied_embeddings and len(stages) == 1):
             own = own + last
         result.append(LocalNumel(own, moe_layers * moe.experts))
     return result

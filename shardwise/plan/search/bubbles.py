@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.run.axes import ASYNCHRONOUS
+from shardwise.run.axes import ASYNCHRONOUS, BIDIRECTIONAL
 from shardwise.schedules import cached_schedule, peak_activations
 
 Number = Any
@@ -39,7 +39,7 @@ class Pace(NamedTuple):
 
 def makespan(schedule: str, pace: Pace, microbatches: Number) -> Number:
     """From the first forward to the last backward, by the schedule's name."""
-    work = microbatches * pace.busiest
+    work = microbatches * pace.busiest / (2 if schedule in BIDIRECTIONAL and pace.ranks > 1 else 1)
     if pace.ranks == 1:
         return work
     bubble, transfers = _BUBBLES[schedule](pace, microbatches)
@@ -113,6 +113,12 @@ def _dualpipe_v(pace: Pace, m: Number) -> tuple[Number, Number]:
     return np.maximum(regular, few), 5 * (p - 1) * pace.hop
 
 
+def _dualpipe(pace: Pace, m: Number) -> tuple[Number, Number]:
+    """As DualPipeV on half of the ranks with half of the microbatches, which must be even: no layout has another number."""
+    bubble, transfers = _dualpipe_v(pace._replace(ranks=pace.ranks // 2), m // 2)
+    return np.where(m % 2, np.inf, bubble), transfers
+
+
 _BUBBLES = {
     "1f1b": _one_forward_one_backward,
     "bpipe": _one_forward_one_backward,
@@ -125,6 +131,7 @@ _BUBBLES = {
     "zb-2p": _zb_2p,
     "zb-v": _zb_v,
     "dualpipe-v": _dualpipe_v,
+    "dualpipe": _dualpipe,
 }
 
 
@@ -149,6 +156,8 @@ def in_flight(schedule: str, ranks: int, chunks: int, rank: int, microbatches: N
         return np.minimum(m, p)
     if schedule == "zb-2p":
         return np.minimum(m, 2 * p - 1)
+    if schedule == "dualpipe":
+        return in_flight("dualpipe-v", p // 2, v, min(rank, p - 1 - rank), m // 2)
     most = 2 * p + (schedule == "dualpipe-v")
     return np.minimum(np.minimum(2 * m, most), m + rank + 1) / 2
 

@@ -25,6 +25,7 @@ from shardwise.plan.time.step import (
     waves_of,
     with_zero,
 )  # fmt: skip
+from shardwise.run.axes import BIDIRECTIONAL
 from shardwise.schedules import rounds_to_play
 
 Array = Any
@@ -63,7 +64,8 @@ def play(places: Sequence[Place]) -> list[float]:
             which = np.array(those)
             rows = np.array([places[n][1].row for n in those])
             costed = _costed(group, schedule, chunks, method, mode, which, rows)
-            for key, few in _by_rounds(group.pipeline, costed.microbatches):
+            ways = 2 if schedule in BIDIRECTIONAL and group.pipeline > 1 else 1
+            for key, few in _by_rounds(group.pipeline * ways, costed.microbatches):
                 part = _Costed(*(x[..., few] for x in costed))
                 shapes.setdefault((schedule, group.pipeline, costed.stages.shape[1], *key), []).append(part)
         for (schedule, pipeline, stages, *rounds), parts in shapes.items():

@@ -107,7 +107,7 @@ class Space:
         self.slower = float(slowdown(self.job, self.constants))
         self.capacity = float(self.job.cluster.chip.memory) * (1.0 - self.job.headroom)
         self.methods = list(product(self.choices.context_method, self.choices.async_tensor))
-        self._splits: dict[tuple[int, int, bool], StageSplit] = {}
+        self._splits: dict[tuple[int, int, bool, bool], StageSplit] = {}
         self.layers: dict[bool, LayerTable] = {}
         self.parameters: dict[tuple[bool, int], ParameterTable] = {}
         self.parameter_row = np.zeros(len(self.sizes.tensor), dtype=np.int64)
@@ -294,7 +294,7 @@ class Group:
                 best = float(memory[row]), LayoutIndex(schedule, chunks, method, row)
         return best
 
-    def _key(self, schedule: tuple[str, int]) -> tuple[int, int, bool]:
+    def _key(self, schedule: tuple[str, int]) -> tuple[int, int, bool, bool]:
         return split_key(self.pipeline, *schedule)
 
     def _pace(self, split: StageSplit, at: TableRows) -> tuple[Pace, Array]:

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.run import AXES, LayoutConfig, Run
-from shardwise.run.axes import ASYNCHRONOUS, LOOPED, SPLIT_BACKWARD, V_SHAPED
+from shardwise.run.axes import ASYNCHRONOUS, BIDIRECTIONAL, LOOPED, SPLIT_BACKWARD, V_SHAPED
 from shardwise.run.rules.check import batch_rules, fp8_rules, layout_rules
 from shardwise.run.rules.rule import Rule
 
 Array = Any  # of whole numbers, one entry a layout
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v", "gpipe", "breadth-first")
-ASKED = ("bpipe", *ASYNCHRONOUS)
+ASKED = ("bpipe", *BIDIRECTIONAL, *ASYNCHRONOUS)
 """Schedules that a search takes where a run names them: their time depends on transfers that screening does not know."""
 RECOMPUTE = ("none", "attention", "full")
 METHODS = ("ring", "ulysses", "gather")
@@ -121,11 +121,13 @@ def schedules(run: Run, pipeline: int) -> list[tuple[str, int]]:
                     found.append((name, v))
         elif name in LOOPED:
             found += [(name, lay.chunks)] * (lay.chunks <= most)
+        elif name in BIDIRECTIONAL and pipeline > 1:
+            found += [(name, lay.chunks)] * (pipeline % 2 == 0)
         elif name not in V_SHAPED or pipeline == 1 or most >= 2:
             found.append((name, lay.chunks))
     if lay.stages:
         layouts = [replace(lay, pipeline=pipeline, schedule=name, chunks=chunks) for name, chunks in found]  # type: ignore[arg-type]
-        held = [pipeline * layout.stages_per_rank for layout in layouts]
+        held = [layout.distinct_stages for layout in layouts]
         found = [one for one, stages in zip(found, held, strict=True) if stages == len(lay.stages)]
     return found
 

@@ -22,7 +22,7 @@ from shardwise.plan.cost.parameters import LocalNumel, cast_copies, ends_paramet
 from shardwise.plan.cost.passes import NetworkCost, passes
 from shardwise.plan.search.space import Choices, Sizes
 from shardwise.plan.time.step import DataSeconds, data_seconds, hop_seconds
-from shardwise.run.axes import LOOPED, V_SHAPED
+from shardwise.run.axes import BIDIRECTIONAL, LOOPED, V_SHAPED
 
 Array = Any
 
@@ -61,7 +61,7 @@ def stage_split(job: Job, pipeline: int, schedule: str, chunks: int) -> StageSpl
     layers = replace(job, layout=layout).stage_layers
     last = len(layers) - 1
     kinds: dict[Kind, int] = {}
-    stages = [kinds.setdefault((d, r, n == 0, n == last), len(kinds)) for n, (d, r) in enumerate(layers)]
+    stages = [kinds.setdefault((d, r, *layout.has_ends(n)), len(kinds)) for n, (d, r) in enumerate(layers)]
     held = np.zeros((pipeline, len(kinds)))
     for stage, kind in enumerate(stages):
         there = stage % pipeline if stage < pipeline or schedule not in V_SHAPED else last - stage
@@ -71,12 +71,12 @@ def stage_split(job: Job, pipeline: int, schedule: str, chunks: int) -> StageSpl
     return StageSplit(tuple(kinds), tuple(stages), ranks, tuple(first.tolist()), tuple(latest), pipeline)
 
 
-def split_key(pipeline: int, schedule: str, chunks: int) -> tuple[int, int, bool]:
+def split_key(pipeline: int, schedule: str, chunks: int) -> tuple[int, int, bool, bool]:
     """What a split depends on."""
     if pipeline == 1 and schedule not in LOOPED:
-        return 1, 1, False
+        return 1, 1, False, False
     v = schedule in V_SHAPED
-    return pipeline, chunks if schedule in LOOPED else 1 + v, v
+    return pipeline, chunks if schedule in LOOPED else 1 + v, v, schedule in BIDIRECTIONAL
 
 
 class LayerTable:

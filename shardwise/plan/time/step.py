@@ -27,7 +27,7 @@ from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import span
 from shardwise.plan.cost.parameters import LocalNumel, stage_parameters, zero_groups
 from shardwise.plan.cost.passes import ModuleCost, NetworkCost, Passes, exposed, host_seconds, passes
-from shardwise.plan.time.handing import handing_seconds
+from shardwise.plan.time.handing import handing_seconds, mirror_seconds
 from shardwise.plan.time.host import exposed_update
 from shardwise.plan.time.waves import Waves
 from shardwise.plan.trainer.muon import seconds as muon_seconds
@@ -37,8 +37,6 @@ from shardwise.schedules import Cost, cached_schedule, rounds_to_play, time
 OPTIMIZER_BYTES = 40.0
 """Read and written for each parameter by AdamW: gradient, master copy and moments in float32, the norm's pass over the
 gradients, their zeroing, and the parameter written in 16 bits."""
-
-
 TENSORS = 8.0
 """Matrices and vectors of a layer, where each is a message of its own."""
 
@@ -64,6 +62,8 @@ class DataSeconds(NamedTuple):
     """Of Muon, as `Orthogonalised` has them."""
     apart: Number = 0.0
     """Once a step, behind the passes: gradients that replicas compress."""
+    mirrored: Number = 0.0
+    """Likewise: gradients of two pipeline ranks that hold the same stages."""
 
 
 def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> DataSeconds:
@@ -87,6 +87,7 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
     own = held.dense / zero + held.experts / expert_zero
     learned, reduced = job.learned, framework.reduce_bytes * job.learned
     apart = exchange_seconds(job, own * learned)
+    mirrored = mirror_seconds(job, own * learned * max(4.0, job.width))
     replicas = replica_seconds(job, own * reduced)
     gather = sharded("all_gather", quantized_width(lay.compress_weights, framework.gather_bytes))
     if lay.compress_shards == "none":
@@ -97,8 +98,8 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
     every = scatter if framework.reduce_every_microbatch and lay.zero >= 2 else 0.0 * scatter
     once = replicas + scatter - every
     if lay.zero == 3:
-        return DataSeconds(gather, gather + every, once, 0.0 * gather, *update, apart)
-    return DataSeconds(0.0 * gather, every, once, gather, *update, apart)
+        return DataSeconds(gather, gather + every, once, 0.0 * gather, *update, apart, mirrored)
+    return DataSeconds(0.0 * gather, every, once, gather, *update, apart, mirrored)
 
 
 @dataclass(frozen=True)
@@ -118,14 +119,14 @@ def prepare(job: Job) -> Prepared:
     layers = job.stage_layers
     held = stage_parameters(job, layers)  # type: ignore[arg-type]
     network = NetworkCost.of(job)
-    last = len(layers) - 1
     seen: dict[tuple[int, int, bool, bool], int] = {}
     kinds, stages, data = list[int](), list[ModuleCost](), list[DataSeconds]()
     for n, (dense, moe) in enumerate(layers):
-        key = (dense, moe, n == 0, n == last)
+        first, last = job.layout.has_ends(n)
+        key = (dense, moe, first, last)
         if key not in seen:
             seen[key] = len(stages)
-            stages.append(network.stage(dense, moe, first=float(n == 0), last=float(n == last)))
+            stages.append(network.stage(dense, moe, first=float(first), last=float(last)))
             data.append(data_seconds(job, held[n], (dense, moe)))
         kinds.append(seen[key])
     return Prepared(job, kinds, stages, data, float(hop_seconds(job)))
@@ -176,6 +177,7 @@ def tail_seconds(job: Job, own: Passes, data: DataSeconds, constants: Constants)
     hidden = hidden_seconds(job, own.forward + own.backward_input + own.backward_weight)
     once = once + np.maximum(constants["data"] * data.apart - hidden, 0.0)
     once = once + agreement_seconds(job)
+    once = once + constants["pipeline"] * data.mirrored
     return once + gather + constants["data"] * data.muon_shards + constants["tensor"] * data.muon_parts
 
 
@@ -241,7 +243,7 @@ def play(
         each = [sum(map(sum, (cost.forward, cost.backward_input, cost.backward_weight))) for cost in costs]
         return [many * one for many, one in zip(microbatches, each, strict=True)]
     name, ranks, chunks = layout.schedule, layout.pipeline, layout.stages_per_rank
-    count, fewer = rounds_to_play(ranks, microbatches[0])
+    count, fewer = rounds_to_play(ranks * layout.directions, microbatches[0])
 
     def played(number: int) -> np.ndarray:
         if not any(handings):
@@ -274,7 +276,7 @@ def step_times(many: Sequence[Prepared]) -> list[Step]:
     alike: dict[tuple[str, int, int, int, int], list[_Costed]] = {}
     for one in every:
         job = one.prepared.job
-        rounds = rounds_to_play(job.layout.pipeline, job.microbatches)
+        rounds = rounds_to_play(job.layout.pipeline * job.layout.directions, job.microbatches)
         key = (job.layout.schedule, job.layout.pipeline, job.layout.stages_per_rank, *rounds)
         alike.setdefault(key, []).append(one)
     steps: dict[int, Step] = {}
@@ -310,9 +312,9 @@ def _combined(one: _Costed, makespan: float) -> Step:
     """The step whose schedule takes so long."""
     prepared, constants, own, _, cost, hop, blocks, handing = one
     job, kinds = prepared.job, prepared.kinds
-    lay, microbatches = job.layout, job.microbatches
+    lay, microbatches = job.layout, job.stage_microbatches
     placement = placement_of(job, len(kinds))
-    busy, tails, parts, aparts, updates = [], [], [], [], []
+    busy, tails, parts, aparts, mirrors, updates = [], [], [], [], [], []
     stages = [[n for n, home in enumerate(placement) if home == rank] for rank in range(lay.pipeline)]
     for mine in stages:
         busy.append(
@@ -325,13 +327,12 @@ def _combined(one: _Costed, makespan: float) -> Step:
         )
         tails.append(float(tail_seconds(job, work, data, constants)))
         parts.append(constants["tensor"] * float(data.muon_parts))
+        mirrors.append(constants["pipeline"] * float(data.mirrored))
         aparts.append(tails[-1] - float(tail_seconds(job, work, data._replace(apart=0.0), constants)))
         updates.append(float(update_seconds(job, data, constants)))
-    tail, optimizer = max(tails), max(updates)
-    if job.memory.hosts_optimizer:
-        optimizer = exposed_update(job, own[0])
-    tensor_tail, replicas_tail = parts[int(np.argmax(tails))], aparts[int(np.argmax(tails))]
-    ahead = job.forward_passes * _forward_seconds(cost, placement, microbatches, lay.pipeline)
+    tail, optimizer = max(tails), exposed_update(job, own[0]) if job.memory.hosts_optimizer else max(updates)
+    tensor_tail, replicas_tail, mirror_tail = (each[int(np.argmax(tails))] for each in (parts, aparts, mirrors))
+    ahead = job.forward_passes * _forward_seconds(cost, placement, microbatches, lay)
     whole = makespan + ahead + tail + optimizer + constants["overhead"]
     seconds = whole * float(slowdown(job, constants))
 
@@ -340,9 +341,9 @@ def _combined(one: _Costed, makespan: float) -> Step:
     # A frozen network's forward passes are made of the same operations as the others.
     share = ahead / (sum(breakdown.values()) or 1.0)
     breakdown = {name: value * (1.0 + share) for name, value in breakdown.items()}
-    breakdown["pipeline"] = 2.0 * blocks * microbatches * len(stages[slowest])
+    breakdown["pipeline"] = 2.0 * blocks * microbatches * len(stages[slowest]) + mirror_tail
     breakdown["bubble"] = makespan - busy[slowest]
-    breakdown["shard" if float(job.zero_ranks) > 1 else "replicate"] += tail - tensor_tail - replicas_tail
+    breakdown["shard" if float(job.zero_ranks) > 1 else "replicate"] += tail - tensor_tail - replicas_tail - mirror_tail
     breakdown["replicate"] += replicas_tail
     breakdown["tensor"] += tensor_tail
     breakdown["optimizer"] = optimizer
@@ -350,10 +351,10 @@ def _combined(one: _Costed, makespan: float) -> Step:
     return Step(seconds, breakdown, cost, placement, hop, slowest, tail, optimizer, handing)
 
 
-def _forward_seconds(cost: Cost, placement: tuple[int, ...], microbatches: int, ranks: int) -> float:
+def _forward_seconds(cost: Cost, placement: tuple[int, ...], microbatches: int, lay: LayoutConfig) -> float:
     """Forward passes alone, microbatch behind microbatch: the pipeline fills, then its busiest rank sets the pace."""
-    busiest = max(sum(f for f, home in zip(cost.forward, placement, strict=True) if home == r) for r in range(ranks))
-    return sum(cost.forward) + (microbatches - 1) * busiest
+    each = (sum(f for f, home in zip(cost.forward, placement, strict=True) if home == r) for r in range(lay.pipeline))
+    return sum(cost.forward) / lay.directions + (microbatches - 1) * max(each)
 
 
 def placement_of(job: Job, stages: int) -> tuple[int, ...]:
@@ -368,7 +369,7 @@ def placement_of(job: Job, stages: int) -> tuple[int, ...]:
 def _parts(one: _Costed, stages: Sequence[int]) -> dict[str, float]:
     """Seconds by category of the passes over some stages, with all microbatches of a step."""
     names = ("matmul", "attention", "memory", "host", "replicate", "shard", "context", "tensor", "expert", "offload")
-    found, microbatches = dict.fromkeys(names, 0.0), one.prepared.job.microbatches
+    found, microbatches = dict.fromkeys(names, 0.0), one.prepared.job.stage_microbatches
     for n in stages:
         kind = one.prepared.kinds[n]
         for name, value in one.own[kind].parts.items():
@@ -395,4 +396,4 @@ def rank_time(job: Job, pipeline_rank: int) -> RankTime:
     data = DataSeconds(*map(sum, zip(*(prepared.data[prepared.kinds[n]] for n in mine), strict=True)))
     parts = _parts(one, mine) | {"optimizer": float(update_seconds(job, data, one.constants))}
     each = (prepared.stages[prepared.kinds[n]].launches for n in mine)
-    return RankTime(parts, job.microbatches * float(sum(sum(passes) for passes in each)))
+    return RankTime(parts, job.stage_microbatches * float(sum(sum(passes) for passes in each)))

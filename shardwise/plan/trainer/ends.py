@@ -14,7 +14,7 @@ TOKEN = 8
 
 def ends(wire: Wire) -> None:
     """`tensor.py`: the embedding is scattered forward and gathered backward, the head the other way round; and the loss."""
-    planned, n = wire.planned, wire.planned.run.accumulation
+    planned, n = wire.planned, wire.planned.run.stage_microbatches
     numel = planned.local_tokens * planned.run.model.hidden
     # Rows are looked up in the dtype of the embedding: that of the arithmetic only where gathering has cast it, or it is frozen.
     learns, backward = not planned.run.adapter.used, 0 if wire.forward_only else n
@@ -33,7 +33,7 @@ def ends(wire: Wire) -> None:
 
 def _vocabulary(wire: Wire, shard: int) -> None:
     """The head's input gathered, its gradient scattered, and what the ranks say of their parts of the vocabulary."""
-    planned, n = wire.planned, wire.planned.run.accumulation
+    planned, n = wire.planned, wire.planned.run.stage_microbatches
     backward = 0 if wire.forward_only else n
     wire.all_gather("tensor", shard, n)
     wire.reduce_scatter("tensor", shard, backward)
@@ -59,24 +59,29 @@ def _document_sums(wire: Wire) -> None:
     if wire.forward_only:
         sums = 0 if wire.frozen else planned.objective.forward_only
     slots = planned.run.train.microbatch * planned.run.train.seq_len
-    wire.all_reduce("context", sums * slots * planned.high_width, planned.run.accumulation if sums else 0)
+    wire.all_reduce("context", sums * slots * planned.high_width, planned.run.stage_microbatches if sums else 0)
 
 
 def pipeline(wire: Wire) -> None:
     """`pipeline.py`: the residual stream to the next stage and its gradient to the one before, where they are on other ranks; and
-    the sum of a tied embedding's gradients in `gradients.py`."""
+    the sums of a tied embedding's gradients, and of two ranks with the same stages, in `gradients.py`."""
     planned, m, home = wire.planned, wire.planned.run.model, wire.planned.placement
     for stage in planned.stages:
         sides = (stage.number + 1,) if wire.forward_only else (stage.number - 1, stage.number + 1)
         near = (n for n in sides if 0 <= n < len(home))
         away = sum(home[n] != home[stage.number] for n in near)
-        wire.send("pipeline", planned.residual, planned.run.accumulation * away)
+        wire.send("pipeline", planned.residual, planned.run.stage_microbatches * away)
     if planned.run.layout.schedule == "bpipe" and not wire.forward_only:
         handed(wire)
     learns = not planned.run.adapter.used and not wire.forward_only
     if learns and m.tied_embeddings and home[0] != home[-1] and planned.index("pipeline") in (home[0], home[-1]):
         end = planned.stages[0] if planned.stages[0].first else planned.stages[-1]
         wire.all_reduce("pipeline", own_numel(planned, planned.vocabulary(end)) * planned.high_width, ranks=2)
+    if planned.run.layout.directions > 1 and not wire.forward_only:
+        for count, p in planned.parameters():
+            copied = planned.keeps_compute_copies and p.is_gemm_weight
+            size = own_numel(planned, p) * (planned.width if copied else planned.high_width) * p.learns
+            wire.all_reduce("pipeline", size, count if size else 0, ranks=2)
 
 
 def own_numel(planned: PlannedRank, parameter: PlannedParameter) -> int:

@@ -239,8 +239,9 @@ class PlannedRank:
     def splits_backward(self) -> bool:
         """Whether the schedule computes gradients of inputs and of weights apart."""
         lay = self.run.layout
-        nothing_deferred = (lay.schedule, lay.pipeline, self.run.accumulation) == ("dualpipe-v", 1, 1)
-        return lay.schedule in SPLIT_BACKWARD and not nothing_deferred
+        nothing_deferred = (("dualpipe-v", 1, 1), ("dualpipe", 2, 2))
+        size = lay.schedule, lay.pipeline, self.run.accumulation
+        return lay.schedule in SPLIT_BACKWARD and size not in nothing_deferred
 
     @property
     def schedule(self) -> Schedule:
@@ -262,11 +263,13 @@ class PlannedRank:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The stages of this rank, in the order of the network."""
-        ranges = layers_of_stages(self.run)
-        last, mine = len(ranges) - 1, self.index("pipeline")
-        return tuple(
-            Stage(n, layers, n == 0, n == last) for n, layers in enumerate(ranges) if self.placement[n] == mine
+        lay, mine = self.run.layout, self.index("pipeline")
+        own = (
+            Stage(n, layers, *lay.has_ends(n))
+            for n, layers in enumerate(layers_of_stages(self.run))
+            if self.placement[n] == mine
         )
+        return tuple(sorted(own, key=lambda stage: stage.number % lay.distinct_stages))
 
     @cached_property
     def dry_stages(self) -> frozenset[int]:

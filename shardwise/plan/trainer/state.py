@@ -131,7 +131,7 @@ def _of_targets(planned: PlannedRank) -> tuple[int, int]:
 def _said_by_teacher(planned: PlannedRank) -> int:
     """Bytes of what a teacher said of all microbatches of a step, which is known before the first is learned from."""
     each = (planned.targets - 1) * (INTEGER + planned.high_width)
-    return planned.run.accumulation * planned.tokens * each
+    return planned.run.stage_microbatches * planned.tokens * each
 
 
 def saved_activations(run: Run, rank: int, rows: Rows | None = None) -> dict[int, int]:
@@ -195,7 +195,8 @@ def activations_at(planned: PlannedRank) -> int:
     residual = planned.residual
     for number, stage in saves.items():
         # What a stage on this rank gives to the next one here is one tensor, which the first saves for longer.
-        whole[number] = stage.whole - (residual if number - 1 in saves else 0)
+        given = number - 1 in saves and not run.layout.has_ends(number)[0]
+        whole[number] = stage.whole - (residual if given else 0)
         deferred[number] = stage.deferred
     schedule, longer = _short_schedule(run)
     own = replace(schedule, ranks=(schedule.ranks[planned.index("pipeline")],))
@@ -252,14 +253,14 @@ def _prefetched(planned: PlannedRank) -> int:
     forwards: dict[int, list[int]] = {number: [] for number in sizes}
     seen, held, peak = dict.fromkeys(sizes, 0), dict.fromkeys(sizes, 0), 0
     actions = [a for a in planned.schedule.ranks[planned.index("pipeline")] if a.kind in PASSES]
-    microbatches, splits, total = planned.schedule.microbatches, planned.splits_backward, 0
+    splits, total = planned.splits_backward, 0
     for kind, stage, _ in actions:
         if kind == "F":
             forwards[stage].append(seen[stage])
             seen[stage] += 1
             now = 0
         else:
-            done = microbatches == seen[stage] and len(forwards[stage]) == 1
+            done = len(planned.schedule.microbatches_of(stage)) == seen[stage] and len(forwards[stage]) == 1
             first = forwards[stage].pop() == 0
             now = 0 if first or (done and not splits) else sizes[stage]
         total += now - held[stage]
@@ -302,7 +303,7 @@ def peak_gradients(run: Run, rank: int) -> int:
     planned = planned_rank(run, rank)
     if run.memory.hosts_optimizer:
         return gradients_in_flight(hosted(run))
-    once = run.layout.zero == 1 and run.accumulation > 1
+    once = run.layout.zero == 1 and run.stage_microbatches > 1
     if not planned.is_sharded or not (once or planned.splits_backward):
         return state_bytes(run, rank)["gradients"]
     unsharded, sharded, is_moe = dict[int, int](), dict[int, int](), run.model.is_moe

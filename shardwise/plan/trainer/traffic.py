@@ -113,7 +113,7 @@ def data(wire: Wire) -> None:
             wire.all_reduce("replicate", sum(numels) * planned.reduce_width, messages=messages)
     if not planned.is_sharded:
         return
-    lay, n = planned.run.layout, planned.run.accumulation
+    lay, n = planned.run.layout, planned.run.stage_microbatches
     once, both = lay.zero < 3, n if wire.forward_only else 2 * n
     # Without a pipeline the backward pass follows at once, and what is outside of the layers stays gathered.
     outer = n if lay.pipeline == 1 else both
@@ -148,7 +148,7 @@ def _sharded(wire: Wire, parameters: Sequence[PlannedParameter], units: int, gat
             gradients = learned * planned.reduce_width
             wire.all_gather(group, gathered_bytes(wire, unit, ranks), units * gathers)
             if gradients and not wire.forward_only:
-                times, method = units * (1 if once else run.accumulation), run.layout.compress_shards
+                times, method = units * (1 if once else run.stage_microbatches), run.layout.compress_shards
                 if method == "none":
                     wire.reduce_scatter(group, gradients, times)
                 else:  # `compress/sharded.py`
@@ -206,7 +206,7 @@ def layers(wire: Wire, moved: Mapping[int, Moved] | None) -> None:
     for layer, recomputed in planned.layers():
         counts.setdefault((m.is_moe(layer), recomputed), []).append(layer)
     for (moe, recomputed), alike in counts.items():
-        calls = planned.run.accumulation * len(alike)
+        calls = planned.run.stage_microbatches * len(alike)
         backward = 0 if wire.forward_only else calls
         once, twice = Times(calls, backward), Times(2 * calls, backward)
         block = twice if "block" in recomputed else once
@@ -329,7 +329,7 @@ def router(wire: Wire, ffn: Times, once: Times) -> None:
 
 def even_rows(planned: PlannedRank) -> Moved:
     """Rows that a rank sends to others in a step's forward passes of one MoE layer."""
-    (dispatched, arrived), n = rows_to_experts(planned), planned.run.accumulation
+    (dispatched, arrived), n = rows_to_experts(planned), planned.run.stage_microbatches
     stay = arrived // planned.run.layout.expert
     return n * (dispatched - stay), n * (arrived - stay)
 
@@ -362,6 +362,8 @@ def loads(wire: Wire) -> None:
     if planned.moe_layers:
         for group in ("zero", "tensor") if planned.run.layout.sync_every > 1 else ("replicate", "zero", "tensor"):
             wire.all_reduce(group, planned.moe_layers * planned.run.model.experts * LOAD)
+        if planned.run.layout.directions > 1:
+            wire.all_reduce("pipeline", planned.moe_layers * planned.run.model.experts * LOAD, ranks=2)
 
 
 def muon(wire: Wire) -> None:

@@ -63,7 +63,7 @@ def work(run: Run, rank: int | None = None) -> Work:
     flops: dict[str, dict[str, float]] = {}
     for times, gemm, recomputed in _gemms(planned):
         passes = flops.setdefault(gemm.part, dict.fromkeys(PASSES, 0.0))
-        total = times * run.accumulation * gemm.flops
+        total = times * run.stage_microbatches * gemm.flops
         passes["forward"] += planned.objective.forward_only * total
         if gemm.part == "head" and planned.objective.logprobs:  # recomputed in the backward pass
             passes["recompute"] += total
@@ -79,7 +79,7 @@ def work(run: Run, rank: int | None = None) -> Work:
     if planned.objective.reference:  # the same network without adapters, or a teacher
         for times, gemm, _ in _gemms(PlannedRank(reference_run(run), rank)):
             flops.setdefault(gemm.part, dict.fromkeys(PASSES, 0.0))["forward"] += (
-                planned.objective.reference * times * run.accumulation * gemm.flops
+                planned.objective.reference * times * run.stage_microbatches * gemm.flops
             )
     flops["parameters"] = {"optimizer": muon.flops(planned) if run.train.optimizer == "muon" else 0.0}
     return Work(flops, convention=CONVENTION)

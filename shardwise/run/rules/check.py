@@ -318,10 +318,10 @@ def _width_rules(run: Run) -> Iterator[Rule]:
 def _stage_rules(run: Run) -> Iterator[Rule]:
     """How layers are dealt to stages."""
     m, lay = run.model, run.layout
-    stages = lay.pipeline * lay.stages_per_rank
+    stages = lay.distinct_stages
     yield Rule(stages > m.layers + 2, "layout.pipeline", ("model.layers", "layout.schedule", "layout.chunks"), lambda: (
-        f"{lay.pipeline} ranks with {lay.stages_per_rank} stages each for model.layers = {m.layers}: each stage but the first and "
-        f"the last, which have the embedding and the head, needs at least one layer"
+        f"{lay.pipeline} ranks with {stages // lay.pipeline} stages each for model.layers = {m.layers}: each stage but the first "
+        f"and the last, which have the embedding and the head, needs at least one layer"
     ))
     if lay.stages:
         none = min(lay.stages) < 0 or min(lay.stages[1:-1], default=1) < 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from shardwise.run.axes import ASYNCHRONOUS
+from shardwise.run.axes import ASYNCHRONOUS, BIDIRECTIONAL
 from shardwise.run.config import Run
 from shardwise.run.rules.rule import Rule
 from shardwise.run.sections.objective import facts_of
@@ -19,6 +19,25 @@ def schedule_rules(run: Run) -> Iterator[Rule]:
         yield from _bpipe_rules(run)
     elif run.layout.schedule in ASYNCHRONOUS:
         yield from _asynchronous_rules(run)
+    elif run.layout.schedule in BIDIRECTIONAL:
+        yield from _bidirectional_rules(run)
+
+
+def _bidirectional_rules(run: Run) -> Iterator[Rule]:
+    lay, train, name = run.layout, run.train, run.layout.schedule
+    several = lay.pipeline > 1
+    yield Rule(several & (lay.pipeline % 2 > 0), "layout.pipeline", ("layout.schedule",), lambda: (
+        f"{name} lets microbatches enter at both ends, so that two ranks hold the same stages: {lay.pipeline} must be an even "
+        f"number"
+    ))
+    count = train.global_batch // (train.microbatch * lay.data_ranks)
+    yield Rule(several & (count % 2 > 0), "layout.schedule",
+               ("train.global_batch", "train.microbatch", "layout.replicate", "layout.shard"), lambda: (
+        f"{name} sends half of the microbatches each way, and a step has {count}: it must be an even number"
+    ))
+    yield Rule(several & lay.offload, "layout.schedule", ("layout.offload",), lambda: (
+        f"{name} adds gradients of two ranks on their devices, and layout.offload keeps them on the host; use 1f1b or dualpipe-v"
+    ))
 
 
 def _asynchronous_rules(run: Run) -> Iterator[Rule]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from shardwise.run.axes import ASYNCHRONOUS, LOOPED, RANK_AXES, V_SHAPED
+from shardwise.run.axes import ASYNCHRONOUS, BIDIRECTIONAL, LOOPED, RANK_AXES, V_SHAPED
 from shardwise.run.sections.declare import key
 
 
@@ -35,8 +35,8 @@ class LayoutConfig:
     async_tensor: bool = key(False, "overlap tensor collectives with the GEMMs beside them, in chunks")
     expert_tensor: bool = key(False, "cut each expert's width over the tensor ranks too")
     schedule: Literal[
-        "gpipe", "1f1b", "bpipe", "interleaved", "breadth-first", "zb-h1", "zb-2p", "zb-v", "dualpipe-v", "pipedream",
-        "pipedream-2bw"
+        "gpipe", "1f1b", "bpipe", "interleaved", "breadth-first", "zb-h1", "zb-2p", "zb-v", "dualpipe-v", "dualpipe",
+        "pipedream", "pipedream-2bw"
     ] = key("1f1b", "order of the pipeline's microbatches; the last two use weights from before the last updates")  # fmt: skip
     chunks: int = key(2, "interleaved, breadth-first: stages on each pipeline rank (the V-shaped ones have 2)", least=1)
     stages: tuple[int, ...] = key(
@@ -133,6 +133,21 @@ class LayoutConfig:
         if self.schedule in LOOPED:
             return self.chunks
         return 1 + (self.pipeline > 1) if self.schedule in V_SHAPED else 1
+
+    @property
+    def directions(self) -> int:
+        """From how many ends of the pipeline microbatches enter. Stages are numbered along one direction, then the other."""
+        return 1 + (self.pipeline > 1) if self.schedule in BIDIRECTIONAL else 1
+
+    @property
+    def distinct_stages(self) -> int:
+        """Parts that the layers are cut into: stages of one direction."""
+        return self.pipeline * self.stages_per_rank // self.directions
+
+    def has_ends(self, stage: int) -> tuple[bool, bool]:
+        """Whether a stage has the embedding, and whether it has the head."""
+        place = stage % self.distinct_stages
+        return place == 0, place == self.distinct_stages - 1
 
     @property
     def data_ranks(self) -> int:
