@@ -118,8 +118,8 @@ def play(
     size = stages * microbatches
     activation: list[float | None] = [0.0] * microbatches + [None] * size  # what stage s reads is at s * microbatches
     gradient: list[float | None] = [None] * size + [0.0] * microbatches  # … and here at (s + 1) * microbatches
-    for end in range(size // directions, size, size // directions):  # where one direction ends and the next begins
-        activation[end : end + microbatches] = gradient[end : end + microbatches] = [0.0] * microbatches
+    for edge in range(size // directions, size, size // directions):  # where one direction ends and the next begins
+        activation[edge : edge + microbatches] = gradient[edge : edge + microbatches] = [0.0] * microbatches
     asleep: dict[int, int] = {}  # slot waited for -> rank; gradients are numbered after the activations
     gradient_slots = size + microbatches
 

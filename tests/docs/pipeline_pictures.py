@@ -62,6 +62,7 @@ def _overlapped(one: Schedule, steps: int) -> Played:
 
 PICTURES = {
     "bpipe": (played("1f1b", 4, 8), played("bpipe", 4, 8)),
+    "dualpipe": (played("1f1b", 4, 8), played("dualpipe", 4, 8)),
     "pipedream": (played("1f1b", 4, 4, steps=3), played("pipedream-2bw", 4, 4, steps=3)),
 }
 """Of each picture, what to compare with and what is explained."""

@@ -16,7 +16,14 @@ from shardwise.trace.answers import Explanation
 from shardwise.trace.pipeline import Executed, played, read_action
 from shardwise.trace.spans.intervals import empty
 
-CASES = [("1f1b", 2, 4, 1), ("gpipe", 3, 4, 1), ("interleaved", 2, 4, 2), ("zb-h1", 3, 5, 1), ("zb-v", 2, 4, 2)]
+CASES = [
+    ("1f1b", 2, 4, 1),
+    ("gpipe", 3, 4, 1),
+    ("interleaved", 2, 4, 2),
+    ("zb-h1", 3, 5, 1),
+    ("zb-v", 2, 4, 2),
+    ("dualpipe", 4, 8, 2),
+]
 
 
 def made(

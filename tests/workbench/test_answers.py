@@ -118,7 +118,7 @@ def test_a_schedule_of_several_stages_without_a_pipeline_has_a_timeline() -> Non
     assert "canvas" in bench.timeline({"layout.pipeline": "1", "layout.schedule": "interleaved"})["body"]
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v", "dualpipe"])
 def test_a_v_without_a_pipeline_is_planned(schedule: str) -> None:
     bench = Workbench(base_of(None, BASE))
     assert (
