@@ -100,7 +100,7 @@ def rollouts(run: Run, steps: int) -> dict[str, Any]:
         speeds.append(source.figures()["rollout_tokens_per_s"])
         mismatch.append(measured["mismatch"])
     weights = source.rounds.rollouts.weights
-    own = sum(t.numel() * t.element_size() for _, t in weights.copied)
+    own = sum(t.numel() * t.element_size() for t in weights.copied.values())
     return dict(
         rollout_tokens_per_s=max(speeds), mismatch=mismatch, train_seconds=min(seconds), own_weights_gib=own / 2**30,
         pages=source.rounds.rollouts.engine.pool.pages, peak_gib=torch.cuda.max_memory_allocated() / 2**30,

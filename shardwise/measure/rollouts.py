@@ -1,34 +1,43 @@
-"""A round of answers of a run that learns from them, held against its plan: what the engine holds beside the training state, and
-the steps and tokens of a round in which no answer ends early."""
+"""A round of answers of a run that learns from them, held against its plan: what the engine holds beside the training state, what
+is sent for its weights, and the steps and tokens of a round in which no answer ends early."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from shardwise.ledger import Difference
+from shardwise.measure.counts.traffic import TrafficCounter
+from shardwise.plan.serving.relaid import Relaying, is_whole
 from shardwise.plan.serving.rollouts import answers_at_once, played_round, prompt_tokens
+from shardwise.plan.trainer.rank import WIDTHS
+from shardwise.run.weights import BYTES
 from shardwise.serve.runner import Runner
 from shardwise.train.step import TrainState
 from shardwise.tune.rollouts import Rollouts, memory_here, sampling_of
+from shardwise.tune.weights import GROUP
 
 
 def rollouts_against_plan(state: TrainState) -> list[Difference]:
-    """What was planned of a rank with most answers, and what it did. Every rank calls it."""
+    """What was planned of an engine with most answers, and what this rank of it did. Every rank calls it."""
     run, asked = state.run, state.run.objective
-    expected = memory_here(run, state.device)
+    expected = memory_here(run, state.device, state.mesh.rank)
     played = played_round(run, expected)
     rollouts = Rollouts(state, frozenset(), owns=asked.asynchronous)
+    with TrafficCounter(state.mesh.axes_by_group()) as wire:
+        rollouts.update()
+    sent = 0 if is_whole(run) else Relaying(run, state.mesh.rank).sent_bytes(WIDTHS, BYTES[run.train.dtype])
     drawn = np.random.default_rng(0)
     groups = answers_at_once(run) // asked.group
     prompts = [drawn.integers(0, run.model.vocab, prompt_tokens(run)) for _ in range(groups)]
     answers = rollouts.draw(prompts, range(groups), 0, sampling_of(run), asked.group)
     engine, weights = rollouts.engine, rollouts.weights
-    own = {id(tensor): tensor for _, tensor in weights.copied}
-    own |= {id(part): part for parts in weights.parts.values() for part in parts.values() if part is not None}
     assert isinstance(engine.runner, Runner)
     cache = engine.runner.cache.tensors()
     return [
-        Difference("rollouts", "bytes weights", float(expected.weights), float(sum(t.nbytes for t in own.values()))),
+        Difference(
+            "rollouts", "bytes weights", float(expected.weights), float(sum(t.nbytes for t in weights.copied.values()))
+        ),
+        Difference("rollouts", "bytes sent", float(sent), float(wire.traffic[GROUP, "all_to_all"])),
         Difference("rollouts", "bytes cache", float(expected.cache), float(sum(t.nbytes for t in cache))),
         Difference("rollouts", "steps", float(played.steps), float(engine.steps)),
         Difference("rollouts", "tokens", float(answers_at_once(run) * asked.completion_tokens), float(answers.count)),

@@ -31,7 +31,7 @@ from shardwise.parallel.activations.swap import Swap
 from shardwise.parallel.asynchronous import AsynchronousPipeline
 from shardwise.parallel.context import apply_context
 from shardwise.parallel.expert import apply_expert
-from shardwise.parallel.local_parameter import LocalParameter, box_of, local_slice
+from shardwise.parallel.local_parameter import LocalParameter, local_slice
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
 from shardwise.parallel.pipeline import Pipeline, Stage, split_backward
@@ -40,6 +40,7 @@ from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.plan.trainer.handed import handed_bytes
 from shardwise.run import Run
+from shardwise.run.boxes import box_of
 from shardwise.run.derive import (
     chunk_bytes,
     chunks_loss,

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.model.compute_copy import ComputeCopy
 from shardwise.parallel.mesh import Mesh
-from shardwise.run.coordinates import RankCoordinates
-from shardwise.run.parameters import Cut, Parameter, shard_bounds
+from shardwise.run.boxes import Box, box_of
+from shardwise.run.parameters import Cut, Parameter
 
 
 def local(x: Tensor) -> Tensor:
@@ -64,23 +64,6 @@ class LocalParameter:
     def axes(self) -> tuple[str, ...]:
         """The groups whose ranks hold different slices."""
         return tuple(cut.axis for cut in self.cuts)
-
-
-@dataclass(frozen=True)
-class Box:
-    """A box of a whole tensor: where it begins and how large it is, by dimension."""
-
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-
-
-def box_of(shape: Sequence[int], cuts: Sequence[Cut], mesh: Mesh | RankCoordinates) -> Box:
-    """What some cuts leave on this rank, or on that of some coordinates, of a tensor of this shape."""
-    offset, size = [0] * len(shape), list(shape)
-    for axis, dim in cuts:
-        start, stop = shard_bounds(size[dim], mesh.size(axis), mesh.index(axis))
-        offset[dim], size[dim] = offset[dim] + start, stop - start
-    return Box(tuple(offset), tuple(size))
 
 
 def local_box(held: LocalParameter, mesh: Mesh) -> Box:

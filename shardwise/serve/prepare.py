@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from shardwise.serve.runner import Runner
 
 if TYPE_CHECKING:
     from shardwise.parallel.inference import Peers
+
+Made = TypeVar("Made", bound=Runner)
 
 
 def check_served(run: Run) -> None:
@@ -94,10 +96,17 @@ def runner_of(
 ) -> Runner:
     """A runner for a model in memory. Sequences have at most as many tokens as the model has positions, or as `longest` says:
     rotary ones go on beyond what was trained."""
+    return runner_of_kind(Runner, model, run, pages, longest, peers, guesses)
+
+
+def runner_of_kind(
+    kind: type[Made], model: Transformer, run: Run, pages: int, longest: int, peers: Peers | None, guesses: int = 0
+) -> Made:
+    """The same, of a kind of runner."""
     if run.serve.invariant and not model.invariant:
         make_invariant(model)
     dtypes = {"fp8": torch.float8_e4m3fn}
     dtype = dtypes.get(kv_dtype(run)) or getattr(torch, kv_dtype(run))
     sequences = min(run.serve.max_sequences, run.serve.max_step_tokens)
     longest = longest or run.model.max_positions
-    return Runner(model, pages, run.serve.page_tokens, sequences, longest, dtype, peers, guesses or drafts(run))
+    return kind(model, pages, run.serve.page_tokens, sequences, longest, dtype, peers, guesses or drafts(run))

@@ -96,8 +96,8 @@ def as_answers(
     )
 
 
-def exchange(own: Answers, prompts: int, group: int, device: torch.device) -> Answers:
-    """All answers to `prompts` prompts, on every rank. The rank at index r of n answered prompts r, r + n, …"""
+def exchange(own: Answers, prompts: int, group: int, device: torch.device, ranks: Sequence[int]) -> Answers:
+    """All answers to `prompts` prompts, on every rank. Rank `ranks[r]` of n has those to prompts r, r + n, …"""
     world = dist.get_world_size()
     share = -(-prompts // world) * group
     # One message of numbers: tokens are exact in float64.
@@ -111,7 +111,7 @@ def exchange(own: Answers, prompts: int, group: int, device: torch.device) -> An
     dist.all_gather_into_tensor(found, sent)
     every = found.cpu().numpy()
     place = np.arange(prompts)
-    rows = (place % world) * share + place // world * group
+    rows = np.asarray(ranks)[place % world] * share + place // world * group
     every = every[(rows[:, None] + np.arange(group)).ravel()]
     made, first = {}, 0
     for f, column, width in zip(fields(Answers), columns, widths, strict=True):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from shardwise.data.order import key_of
@@ -20,12 +21,15 @@ from shardwise.hardware import CHIPS, chip_of_driver_name
 from shardwise.hardware.engine_facts import LENDER
 from shardwise.model.invariant.network import check_invariant, make_invariant
 from shardwise.plan.serving.pool import device_bytes
-from shardwise.plan.serving.rollouts import RolloutMemory, rollout_memory
-from shardwise.run import LayoutConfig, Run, UserError
+from shardwise.plan.serving.rollouts import RolloutMemory, as_served, rollout_memory
+from shardwise.run import Run, UserError
+from shardwise.run.served import ServingRank
 from shardwise.serve.engine import Engine
-from shardwise.serve.prepare import check_served, runner_of
+from shardwise.serve.prepare import check_served, runner_of, runner_of_kind
 from shardwise.serve.request import Request, Sampling
+from shardwise.serve.runner import Runner
 from shardwise.train.step import TrainState
+from shardwise.tune.stage_runner import StageRunner
 from shardwise.tune.weights import RolloutWeights
 
 _DRAWS = 4
@@ -47,9 +51,15 @@ class Drawn:
         """Tokens of all answers."""
         return sum(map(len, self.tokens))
 
+    def take(self, prompts: Sequence[int], group: int) -> Drawn:
+        """The answers to some of the prompts."""
+        rows = [prompt * group + n for prompt in prompts for n in range(group)]
+        tokens, logprobs = [self.tokens[row] for row in rows], [self.logprobs[row] for row in rows]
+        return Drawn(tokens, logprobs, [self.ended[row] for row in rows], self.seconds)
+
 
 class Rollouts:
-    """The engine of a rank that trains."""
+    """The engine of a rank that trains, or its part of one. All ranks of an engine draw the same, at the same time."""
 
     def __init__(self, state: TrainState, ends: frozenset[int], owns: bool = False) -> None:
         """`ends` are the tokens that end an answer; `owns`: draw with weights of its own (see `RolloutWeights`)."""
@@ -61,9 +71,20 @@ class Rollouts:
         if run.serve.invariant:
             check_invariant("serve.invariant", run.model, state.dtype, state.device)
             make_invariant(self.weights.model)
-        alone = replace(run, layout=LayoutConfig())
-        pages = pool_pages(run, state.device)
-        runner = runner_of(self.weights.model, alone, pages, run.train.seq_len)
+        pages = (
+            _lowest(pool_pages(run, state.device), state.device)
+            if self.weights.peers
+            else pool_pages(run, state.device)
+        )
+        peers, served = self.weights.peers, as_served(run)
+        runner: Runner
+        if peers is None:
+            runner = runner_of(self.weights.model, served, pages, run.train.seq_len)
+        else:
+            runner = runner_of_kind(StageRunner, self.weights.model, served, pages, run.train.seq_len, peers)
+            runner.join()
+        self.place = ServingRank(served.layout, state.mesh.rank)
+        """Which engine this rank has, or has a part of."""
         self.weights.follow(runner.model)
         self.engine = Engine(runner, run.serve, pages, seed=run.train.seed)
 
@@ -124,13 +145,13 @@ def sampling_of(run: Run) -> Sampling:
     return Sampling(asked.temperature, asked.top_k, asked.top_p, logprobs=0, drawn_logprobs=True)
 
 
-def memory_here(run: Run, device: torch.device) -> RolloutMemory:
-    """What the plan says of this device."""
+def memory_here(run: Run, device: torch.device, rank: int | None = None) -> RolloutMemory:
+    """What the plan says of this device: of a rank, or of the one with the least room."""
     chip, total = CHIPS["cpu"], device_bytes(CHIPS["cpu"]) // run.layout.world
     if device.type == "cuda":
         chip = chip_of_driver_name(torch.cuda.get_device_name(device)) or CHIPS[LENDER]
         total = torch.cuda.get_device_properties(device).total_memory
-    return rollout_memory(run, chip, total)
+    return rollout_memory(run, chip, total, rank=rank)
 
 
 def pool_pages(run: Run, device: torch.device) -> int:
@@ -143,3 +164,10 @@ def pool_pages(run: Run, device: torch.device) -> int:
             "values of one answer; use a smaller train.microbatch, layout.recompute, or more ranks"
         )
     return memory.pages
+
+
+def _lowest(pages: int, device: torch.device) -> int:
+    """Of all ranks: those of an engine have the same pages, and devices of one kind not always the same memory."""
+    made = torch.tensor(pages, device=device)
+    dist.all_reduce(made, op=dist.ReduceOp.MIN)
+    return int(made)

@@ -1,4 +1,4 @@
-"""Rounds of answers: prompts in their order, drawn by the engines of all ranks, judged by the user's rewards, and groups from which
+"""Rounds of answers: prompts in their order, drawn by the engines of the ranks, judged by the user's rewards, and groups from which
 there is nothing to learn replaced by others.
 
 A round may be begun ahead of time: its first answers are then drawn in a thread, with weights that the engine holds for itself,
@@ -17,7 +17,8 @@ import numpy as np
 
 from shardwise.data.prompts import Prompt, Prompts
 from shardwise.data.tokenizer import END_NAMES, Tokenizer
-from shardwise.run import Run
+from shardwise.run import LayoutConfig, Run
+from shardwise.run.served import ServingRank
 from shardwise.serve.request import Sampling
 from shardwise.train.step import TrainState
 from shardwise.tune.advantages import has_variance, overlong_penalty
@@ -106,23 +107,28 @@ class Rounds:
     def answer(
         self, prompts: list[Prompt], places: range, number: int, sampling: Sampling, group: int, drawn: Drawn | None = None
     ) -> tuple[Answers, float]:  # fmt: skip
-        """Answers to prompts, judged, on every rank; and the seconds that this one took to draw its share."""
-        run, mine = self.run, self._mine(prompts)
+        """Answers to prompts, judged, on every rank; and the seconds that this one took to draw its share. What an engine has drawn
+        its ranks judge in turns."""
+        run, mine, place = self.run, self._mine(prompts), self.rollouts.place
         if drawn is None:
             drawn = self.rollouts.draw([p.tokens for p in mine], self._mine(list(places)), number, sampling, group)
         self.note(drawn.count)
+        ranks = place.replica_ranks
+        turn = range(ranks.index(place.rank), len(mine), len(ranks))
+        mine, drawn = [mine[n] for n in turn], drawn.take(turn, group)
         judged = self.rewards.judge(self._read(mine, drawn, group))
         lengths = np.array([len(each) for each in drawn.tokens], dtype=np.int64)
         penalty = overlong_penalty(lengths, run.objective.completion_tokens, run.objective.overlong_tokens)
         worth = self.rewards.total(judged) + penalty
         own = as_answers([p.tokens for p in mine], drawn, judged, worth, run.train.seq_len, group)
         if run.layout.world > 1:
-            own = exchange(own, len(prompts), group, self.state.device)
+            own = exchange(own, len(prompts), group, self.state.device, shares_of(place.layout))
         return own, drawn.seconds
 
     def _mine(self, items: list[Item]) -> list[Item]:
-        """This rank's share."""
-        return items[self.state.mesh.rank :: self.run.layout.world]
+        """The share of this rank's engine."""
+        place = self.rollouts.place
+        return items[place.replica :: place.layout.replicate]
 
     def _read(self, prompts: list[Prompt], drawn: Drawn, group: int) -> list[Answered]:
         """Prompts and answers as text."""
@@ -131,6 +137,13 @@ class Rounds:
         return [
             Answered(texts[n // group], answer, prompts[n // group].row) for n, answer in enumerate(answers)
         ]  # fmt: skip
+
+
+def shares_of(layout: LayoutConfig) -> list[int]:
+    """The rank that judges prompts n, n + world, … of a round, by n: engines take prompts in turn, and their ranks take those."""
+    engines = [ServingRank(layout, rank).replica_ranks for rank in range(layout.world // layout.pipeline)]
+    found = {tuple(ranks): ranks for ranks in engines}
+    return [ranks[turn] for turn in range(layout.world // layout.replicate) for ranks in found.values()]
 
 
 def filters(run: Run) -> bool:

@@ -1,20 +1,20 @@
 """The weights that answers are made with: those being trained, as a network that the engine can run.
 
-Where a rank holds whole parameters (one device, or replicas), the engine's network is built over the trainer's own tensors: the
+Where a rank trains whole parameters (one device, or replicas), the engine's network is built over the trainer's own tensors: the
 parameters, or the 16-bit copies that its GEMMs use. Nothing is held twice, and an optimizer's step is seen at once. Only what the
 trainer keeps in higher precision than it computes in, and has no copy of, is cast into tensors of the engine's own.
 
-Adapters are merged into matrices of the engine's own, in float32 or higher and rounded once; matrices of 4 bits are there as GEMMs
-take them.
+On any other layout the engine is cut over ranks too, and its weights are laid anew before answers are made: every rank of a replica
+sends what others need of its shards, in one all-to-all for each parameter (`plan/serving/relaid.py` says who needs what). A rank
+receives what its part of the engine holds, less what it trains itself.
 
-Any other layout is laid anew before answers are made: every rank gets the whole network, each box of a parameter broadcast by one
-of the ranks that hold it, among the ranks of a replica. That moves the bytes of the network once to each rank.
+Adapters are merged into matrices of the engine's own, in float32 or higher and rounded once; matrices of 4 bits are there as GEMMs
+take them. One matrix is made at a time, so what it is made of takes no memory beside what training takes at its peak.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -22,59 +22,81 @@ from torch import Tensor, nn
 
 from shardwise.model.adapters import row_lengths
 from shardwise.model.invariant.network import read_exactly
-from shardwise.model.quantized.nf4 import whole_matrix
+from shardwise.model.quantized.nf4 import slice_of_matrix
 from shardwise.model.transformer import Transformer, make_stage
-from shardwise.parallel.local_parameter import Box, box_of, local
-from shardwise.plan.cost.flops import layers_of_stages
-from shardwise.run import AdapterConfig, ModelConfig, Run
-from shardwise.run.coordinates import RankCoordinates
-from shardwise.run.derive import shard_dim
-from shardwise.run.parameters import Cut, factors_of, find_parameter, magnitude_of, scales_of
+from shardwise.parallel.inference import Peers, build_share
+from shardwise.parallel.local_parameter import local
+from shardwise.plan.serving.pool import served_layers
+from shardwise.plan.serving.relaid import Moves, Relaying, is_whole, made_box, needed
+from shardwise.plan.serving.rollouts import as_served
+from shardwise.run.boxes import Box
+from shardwise.run.parameters import factors_of, find_parameter, magnitude_of, scales_of
+from shardwise.run.sections.adapter import NF4_BLOCK
 from shardwise.torch_private import is_persistent
 from shardwise.train.step import TrainState
 
 GROUP = "rollout"
-"""The process group of the ranks that hold a network together."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A box of a parameter, and the rank that gives it to the others."""
-
-    name: str
-    box: Box
-    rank: int
+"""The process group of the ranks that train a network together."""
 
 
 class RolloutWeights:
-    """The engine's network, and how it comes to the trainer's values."""
+    """The engine's network, or this rank's part of it, and how it comes to the trainer's values."""
 
     def __init__(self, state: TrainState, owns: bool = False) -> None:
         """`owns`: hold every tensor, so that training may go on while answers are made. Every rank makes one at the same time."""
         self.state, run = state, state.run
         self.held = {each.name: each for each in state.parallel.parameters if not each.copy_of_other_stage}
         self.dtype = state.dtype
-        whole = run.layout.world == run.layout.replicate and not run.layout.offload
-        self.shares = whole and not owns
-        self.copied: list[tuple[str, Tensor]] = []
-        self.parts: dict[str, dict[str, Tensor | None]] = {}
-        """Of each matrix that is made of several parameters, these by name: adapters, codes of 4 bits. Where the trainer has them
-        whole there is no tensor for them here."""
-        self.whole = whole
-        self.buffers: list[tuple[str, Tensor]] = []
-        self.model = make_stage(run.model, state.dtype, range(run.model.layers), True, True)
-        for name, owner, leaf, parameter in _leaves(self.model):
-            owner.register_parameter(leaf, nn.Parameter(self._tensor(name, parameter), requires_grad=False))
+        self.relaying = Relaying(run, state.mesh.rank)
+        layout = self.relaying.layout
+        self.peers = Peers(layout) if layout.world > layout.replicate else None
+        """The other ranks of this engine, where there are any."""
+        self.shares = is_whole(run) and not owns
+        self.copied: dict[str, Tensor] = {}
+        """The engine's own, by the name of the parameter."""
+        self.buffers: dict[str, Tensor] = {}
+        self.model = self._build()
         for name, owner, leaf, buffer in _buffers(self.model):
             owner.register_buffer(leaf, self._buffer(name, buffer), persistent=is_persistent(owner, leaf))
         self.model.eval()
-        self.pieces: list[Piece] = []
-        if not whole:
-            self.pieces = list(pieces_of(run, state.mesh.coordinates, list(self._targets()), state))
-            members = [r for r in range(run.layout.world) if _replica(run, r) == _replica(run, state.mesh.rank)]
-            state.mesh.add_group(GROUP, members)
+        state.mesh.add_group(GROUP, self.relaying.members)
 
-    def _tensor(self, name: str, like: Tensor) -> Tensor:
+    def _build(self) -> Transformer:
+        run, device = self.state.run, self.state.device
+        if self.peers is not None:
+            layers = served_layers(as_served(run))
+            return build_share(run.model, self.dtype, layers, self.peers, device, self._share)
+        model = make_stage(run.model, self.dtype, range(run.model.layers), True, True)
+        for name, owner, leaf, parameter in _leaves(model):
+            owner.register_parameter(leaf, nn.Parameter(self._tensor(name, parameter.shape), requires_grad=False))
+        return model
+
+    def _share(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        """As `_tensor`, of a part of a parameter, and of buffers."""
+        known = name in self._names
+        return self._tensor(name, size) if known else torch.zeros(size, device=self.state.device)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(needed(self.state.run))
+
+    @cached_property
+    def _moves(self) -> dict[str, list[Moves]]:
+        """Of every parameter of the network, those of its parts."""
+        relaying = self.relaying
+        return {
+            name: [relaying.moves(part, wanted) for part, wanted in relaying.parts(name)]
+            for name in needed(self.state.run)
+        }
+
+    @cached_property
+    def _every_buffer(self) -> list[tuple[str, Tensor]]:
+        """Of the whole network, without memory."""
+        run = self.state.run
+        network = make_stage(run.model, self.dtype, range(run.model.layers), True, True)
+        return [(name, buffer) for name, _, _, buffer in _buffers(network)]
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The trainer's own tensor, or a new one to be filled."""
         held = self.held.get(name)
         exact = read_exactly(self.state.run.model, name)
@@ -83,25 +105,8 @@ class RolloutWeights:
                 return held.compute_copy.tensor.detach()
             if held.parameter.dtype == self.dtype or exact:
                 return held.parameter.detach()
-        dtype = self._kept_dtype(exact)
-        made = torch.empty(like.shape, dtype=dtype, device=self.state.device)
-        self.copied.append((name, made))
-        model, adapter = self.state.run.model, self.state.run.adapter
-        if parts := parts_of(name, model, adapter):
-            self.parts[name] = {each: None if self.whole else self._part(each) for each in parts}
-        return made
-
-    def _part(self, name: str) -> Tensor:
-        entry = find_parameter(self.state.run.model, name, self.state.run.adapter)
-        dtype = getattr(torch, entry.dtype) if entry.dtype else self._kept_dtype(exact=True)
-        return torch.empty(entry.shape, dtype=dtype, device=self.state.device)
-
-    def _targets(self) -> dict[str, Tensor]:
-        """Tensors to be filled, by the name of the parameter that they are of."""
-        found = {name: tensor for name, tensor in self.copied if name not in self.parts.get(name, ())}
-        for parts in self.parts.values():
-            found |= {name: tensor for name, tensor in parts.items() if tensor is not None}
-        return found
+        self.copied[name] = torch.empty(shape, dtype=self._kept_dtype(exact), device=self.state.device)
+        return self.copied[name]
 
     def _kept_dtype(self, exact: bool) -> torch.dtype:
         high = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -109,12 +114,14 @@ class RolloutWeights:
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
         """The routers' selection biases, which every rank of a stage has whole."""
-        found = {full: b for model in self.state.parallel.models for full, _, _, b in _buffers(model)}
+        found = self._trained_buffers()
         if self.shares and name in found:
             return found[name]
-        made = torch.zeros(like.shape, dtype=like.dtype, device=self.state.device)
-        self.buffers.append((name, made))
-        return made
+        self.buffers[name] = torch.zeros(like.shape, dtype=like.dtype, device=self.state.device)
+        return self.buffers[name]
+
+    def _trained_buffers(self) -> dict[str, Tensor]:
+        return {full: b for model in self.state.parallel.models for full, _, _, b in _buffers(model)}
 
     def follow(self, model: Transformer) -> None:
         """The engine has joined matrices in memory of its own, of which its parameters became views: let the trainer's copies be
@@ -126,107 +133,98 @@ class RolloutWeights:
                 if copy.data_ptr() != parameter.data_ptr():
                     copy.data = parameter.detach()
         tensors = dict(model.named_parameters())
-        self.copied = [(name, tensors[name].detach()) for name, _ in self.copied]
+        self.copied = {name: tensors[name].detach() for name in self.copied}
 
     @torch.no_grad()
     def update(self) -> None:
         """Bring the network to the trainer's values. Every rank calls it."""
         self.state.refresh()
-        targets = self._targets()
-        if not self.pieces:
-            for name, tensor in targets.items():
-                tensor.copy_(local(self.held[name].parameter))
-        group = self.state.mesh.group(GROUP)
-        for piece in self.pieces:
-            target = targets[piece.name]
-            for dim, (start, length) in enumerate(zip(piece.box.offset, piece.box.size, strict=True)):
-                target = target.narrow(dim, start, length)
-            mine = piece.rank == self.state.mesh.rank
-            sent = torch.empty(piece.box.size, dtype=target.dtype, device=target.device)
-            if mine:
-                sent.copy_(local(self.held[piece.name].parameter))
-            if group is not None:
-                dist.broadcast(sent, piece.rank, group=group)
-            target.copy_(sent)
-        tensors = dict(self.copied)
-        for name, parts in self.parts.items():
-            here = {each: local(self.held[each].parameter) if t is None else t for each, t in parts.items()}
-            tensors[name].copy_(self._made(name, tensors[name], here))
-        self._update_buffers(group)
+        if is_whole(self.state.run):
+            for name, target in self.copied.items():
+                self._fill(name, target, Box((0,) * target.ndim, tuple(target.shape)), self._parts_here(name))
+        else:
+            for name, moved in self._moves.items():
+                parts = {moves.name: self._receive(name, moves) for moves in moved}
+                box = self.relaying.box(name, self.state.mesh.rank)
+                if box is not None and box.numel:
+                    self._fill(name, self.copied[name], box, {part: x for part, x in parts.items() if x is not None})
+        self._update_buffers()
 
-    def _made(self, name: str, base: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        """A matrix of its parts; `base` has the values of one that is not kept in 4 bits."""
-        adapter = self.state.run.adapter
-        if name in parts:
+    def _parts_here(self, name: str) -> dict[str, Tensor]:
+        """What a whole parameter is made of, as the trainer has it."""
+        found = dict(self.relaying.parts(name))
+        return {part: local(self.held[part].parameter) for part in found}
+
+    def _receive(self, name: str, moves: Moves) -> Tensor | None:
+        """This rank's box of a part, from those that have it; every member takes part. None where it needs none of it."""
+        entry = find_parameter(self.state.run.model, moves.name, self.state.run.adapter)
+        exact = moves.name != name or read_exactly(self.state.run.model, name)
+        dtype = getattr(torch, entry.dtype) if entry.dtype else self._kept_dtype(exact)
+        device, rank, members = self.state.device, self.state.mesh.rank, self.relaying.members
+        mine: dict[int, Tensor] = {}
+        if moves.sent:
+            assert moves.held is not None
+            held = local(self.held[moves.name].parameter)
+            mine = {to: narrowed(held, box.within(moves.held)) for to, box in moves.sent.items()}
+        found = {rank: mine[rank]} if rank in mine else {}
+        if moves.travels:
+            nothing = torch.empty(0, dtype=dtype, device=device)
+            sent = [mine[to].to(device, dtype).flatten() if to in mine else nothing for to in members]
+            counts = [moves.received[source].numel if source in moves.received else 0 for source in members]
+            into = torch.empty(sum(counts), dtype=dtype, device=device)
+            group = self.state.mesh.group(GROUP)
+            dist.all_to_all_single(into, torch.cat(sent), counts, [len(x) for x in sent], group=group)
+            found = dict(zip(members, into.split(counts), strict=True))
+        if moves.wanted is None:
+            return None
+        made = torch.empty(moves.wanted.size, dtype=dtype, device=device)
+        for source, box in moves.received.items():
+            narrowed(made, box.within(moves.wanted)).copy_(found[source].reshape(box.size))
+        return made
+
+    def _fill(self, name: str, target: Tensor, box: Box, parts: dict[str, Tensor]) -> None:
+        """Give a tensor of the engine its values: a parameter's, or what its parts make."""
+        run, base = self.state.run, parts[name]
+        entry = find_parameter(run.model, name, run.adapter)
+        if not entry.adapted and not entry.dtype:
+            target.copy_(base)
+            return
+        made = made_box(run, name, box)
+        if entry.dtype:
+            stride = entry.shape[-1] * entry.packed // NF4_BLOCK
+            first = made.offset[-2] * stride + made.offset[-1] // NF4_BLOCK
             absmax, scales = (parts.get(each) for each in scales_of(name))
-            base = whole_matrix(parts[name], absmax, scales, self.dtype)
-        a, b = (parts.get(each) for each in factors_of(name))
-        if a is None or b is None:
-            return base
-        merged = base.to(a.dtype).add_(b @ a, alpha=adapter.scale)
-        magnitude = parts.get(magnitude_of(name))
-        return merged if magnitude is None else merged.mul_((magnitude / row_lengths(merged))[..., None])
+            base = slice_of_matrix(base, absmax, scales, (first, stride), self.dtype)
+        if entry.adapted:
+            a, b = (parts[each] for each in factors_of(name))
+            base = base.to(a.dtype).add(b @ a, alpha=run.adapter.scale)
+            magnitude = parts.get(magnitude_of(name))
+            if magnitude is not None:
+                base.mul_((magnitude / row_lengths(base))[..., None])
+        target.copy_(narrowed(base, box.within(made)))
 
-    def _update_buffers(self, group: dist.ProcessGroup | None) -> None:
-        found = {full: b for model in self.state.parallel.models for full, _, _, b in _buffers(model)}
-        for name, tensor in self.buffers:
-            if name in found:
+    def _update_buffers(self) -> None:
+        """Those of the routers, from a rank that trains them."""
+        found, group = self._trained_buffers(), self.state.mesh.group(GROUP)
+        if is_whole(self.state.run) or group is None:
+            for name, tensor in self.buffers.items():
                 tensor.copy_(found[name])
-            if group is not None:
-                stage = _stage_of(self.state.run, name)
-                home = self.state.parallel.pipeline.schedule.placement[stage]
-                dist.broadcast(tensor, _first_rank(self.state.run, self.state.mesh.rank, home), group=group)
+            return
+        for name, like in self._every_buffer:
+            if name in found:
+                sent = found[name].to(self.state.device, copy=True)
+            else:
+                sent = torch.empty(like.shape, dtype=like.dtype, device=self.state.device)
+            dist.broadcast(sent, self.relaying.first_at_home(name), group=group)
+            if name in self.buffers:
+                self.buffers[name].copy_(sent)
 
 
-def _replica(run: Run, rank: int) -> int:
-    return RankCoordinates(run.layout, rank).index("replicate")
-
-
-def _first_rank(run: Run, rank: int, home: int) -> int:
-    """The first rank of a replica that holds the stages of a pipeline rank."""
-    members = [r for r in range(run.layout.world) if _replica(run, r) == _replica(run, rank)]
-    return next(r for r in members if RankCoordinates(run.layout, r).index("pipeline") == home)
-
-
-def _stage_of(run: Run, name: str) -> int:
-    """The stage of the pipeline that holds a parameter or buffer."""
-    ranges = layers_of_stages(run)
-    if not name.startswith("layers."):
-        return 0 if name.startswith(("embed.", "positions.")) else run.layout.distinct_stages - 1
-    layer = int(name.split(".")[1])
-    return next(number for number, layers in enumerate(ranges) if layer in layers)
-
-
-def pieces_of(run: Run, here: RankCoordinates, wanted: Iterable[str], state: TrainState) -> Iterator[Piece]:
-    """The boxes that make up parameters, each with the first rank of this replica that holds it; the same list on all of them."""
-    placement = state.parallel.pipeline.schedule.placement
-    members = [RankCoordinates(run.layout, r) for r in range(run.layout.world)]
-    members = [each for each in members if each.index("replicate") == here.index("replicate")]
-    for name in wanted:
-        entry, home = find_parameter(run.model, name, run.adapter), placement[_stage_of(run, name)]
-        cuts = entry.cuts(run.layout)
-        known: set[Box] = set()
-        for each in members:
-            if each.index("pipeline") != home:
-                continue
-            axis = "expert_shard" if entry.routed else "zero"
-            inner = box_of(entry.shape, cuts, each).size
-            shard = Cut(axis, shard_dim(inner, each.size(axis)) if entry.routed else 0)
-            box = box_of(entry.shape, (*cuts, shard), each)
-            if box not in known and all(box.size):
-                known.add(box)
-                yield Piece(name, box, each.rank)
-
-
-def parts_of(matrix: str, model: ModelConfig, adapter: AdapterConfig) -> list[str]:
-    """The parameters that a matrix is made of, where it is more than itself."""
-    entry = find_parameter(model, matrix, adapter)
-    found = list(factors_of(matrix)) if entry.adapted else []
-    if entry.adapted and adapter.kind == "dora":
-        found.append(magnitude_of(matrix))
-    if entry.dtype:
-        found += [matrix, *scales_of(matrix)[: 2 if adapter.double_quantization else 1]]
-    return found
+def narrowed(x: Tensor, box: Box) -> Tensor:
+    """The box of a tensor: a view."""
+    for dim, (start, length) in enumerate(zip(box.offset, box.size, strict=True)):
+        x = x.narrow(dim, start, length)
+    return x
 
 
 def _leaves(model: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:

@@ -43,13 +43,17 @@ def test_a_round_does_what_its_plan_says(task: Path, adapter: dict[str, Any], se
     assert (own > 0) == (adapter["kind"] == "lora")
 
 
-@pytest.mark.large("engines that are brought the whole network, on two ranks")
 @pytest.mark.parametrize(
     "layout", [dict(shard=2), dict(tensor=2), dict(pipeline=2)], ids=lambda layout: "-".join(layout)
 )
+@pytest.mark.drawn(1)
 def test_a_round_on_ranks(ranks: RankPool, task: Path, layout: dict[str, Any]) -> None:
+    """Engines cut as the trainer is: what each rank holds, what it sends for the weights of others, steps and tokens."""
+    sent = 0.0
     for verdict in ranks.run(2, verified, grpo_run(task, layout=layout)):
         assert_as_planned(verdict)
+        sent += next(each.second for each in verdict.rollouts if each.name == "bytes sent")
+    assert (sent > 0) == ("tensor" not in layout)  # tensor ranks train what their engine holds
 
 
 def test_a_profile_has_rounds_of_answers(task: Path, tmp_path: Path) -> None:

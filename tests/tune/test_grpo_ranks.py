@@ -42,6 +42,26 @@ def test_every_axis_learns_the_same(ranks: RankPool, task: Path, tmp_path: Path,
     )
 
 
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        (dict(shard=2, tensor=2, expert=2), EXPERTS | dict(vocab=261)),
+        (dict(pipeline=2, tensor=2, schedule="interleaved"), MODEL | dict(layers=4, tied_embeddings=True)),
+        (dict(tensor=4), MODEL),
+    ],
+    ids=["experts", "interleaved", "copied heads"],
+)
+@pytest.mark.drawn(1)
+def test_engines_cut_otherwise_than_the_trainer_answer_the_same(
+    ranks: RankPool, task: Path, tmp_path: Path, layout: dict[str, Any], model: dict[str, Any]
+) -> None:
+    """Experts dealt out over tensor ranks too, stages in another order, a head of keys on two ranks, a vocabulary of odd size."""
+    found = assert_learns_as_one_process
+    found(
+        ranks, lambda lay: grpo_run(task, layout=lay, model=model, train=dict(steps=2, microbatch=1)), layout, tmp_path
+    )
+
+
 def test_a_reference_is_the_same_on_shards(ranks: RankPool, task: Path, tmp_path: Path) -> None:
     train(grpo_run(task, train=dict(steps=1)), tmp_path / "first", open_source=source_of)
 
@@ -135,9 +155,7 @@ def test_adapters_are_merged_for_the_engine(
 
 
 def stored_bytes(rank: int, run: Run) -> int:
-    weights = RolloutWeights(TrainState(run))
-    parts = [part for several in weights.parts.values() for part in several.values() if part is not None]
-    return sum(each.numel() * each.element_size() for each in [*dict(weights.copied).values(), *parts])
+    return sum(each.nbytes for each in RolloutWeights(TrainState(run)).copied.values())
 
 
 @pytest.mark.parametrize("layout", [dict(replicate=2), dict(shard=2)], ids=lambda layout: "-".join(layout))

@@ -163,10 +163,13 @@ def _numbers(absmax: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
     return absmax, absmax.new_empty(0, dtype=torch.float32) if scales is None else scales.view(torch.float32)
 
 
-def whole_matrix(codes: Tensor, absmax: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The matrix that whole parameters stand for."""
+def slice_of_matrix(
+    codes: Tensor, absmax: Tensor | None, scales: Tensor | None, place: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
+    """What a slice of the parameters stands for, whose first block is number `place[0]` of a matrix with `place[1]` in a row; the
+    scales of scales are whole."""
     assert absmax is not None
-    return dequantize(codes, *_numbers(absmax, scales), 0, 2 * codes.shape[-1] // BLOCK, dtype)
+    return dequantize(codes, *_numbers(absmax, scales), *place, dtype)
 
 
 def quantize_to_nf4(layer: Linear, place: tuple[int, int], double: bool) -> None:

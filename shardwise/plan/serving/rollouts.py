@@ -1,22 +1,26 @@
 """Answers that a trainer makes with the engine in its own process: what the engine holds beside the training state, and what a step
 of such a run takes.
 
-Every rank has an engine of the whole network. Where the trainer's tensors are whole on a rank the engine reads those, so it holds
-no weights but the ones that the trainer has only in a higher precision than it computes in. The pool of keys and values takes what
-training leaves at its peak, but no more than the answers of a round can fill.
+Where the trainer's tensors are whole on a rank each has an engine that reads those, so it holds no weights but the ones that the
+trainer has only in a higher precision than it computes in. On other layouts the engines are cut over the ranks as the trainer is,
+and each rank holds its part of one, which it is sent before a round (`relaid.py`). The pool of keys and values takes what training
+leaves at its peak, but no more than the answers of a round can fill.
 
-A round is played with the engine's scheduler, all answers at their full length, on the rank with most of them. Passes that look
+A round is played with the engine's scheduler, all answers at their full length, on the engine with most of them. Passes that look
 back (the reference, and the probabilities before the first of several steps) take a third of a training step each, as a backward
 pass computes twice what a forward pass does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from shardwise.data.shards import read_index
+from shardwise.hardware import collective_seconds
 from shardwise.hardware.chips import Chip
 from shardwise.hardware.engine_facts import engine_facts
 from shardwise.ledger import Memory
@@ -27,13 +31,15 @@ from shardwise.plan.serving.engines import FORMATS, OURS
 from shardwise.plan.serving.plan import STORED
 from shardwise.plan.serving.play import Place, Played, play
 from shardwise.plan.serving.pool import activation_bytes, device_bytes, kv_dtype, stage_memory
+from shardwise.plan.serving.relaid import Relaying, is_whole, needed, part_width, rollout_layout
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.plan.trainer.memory import memory_of
 from shardwise.plan.trainer.rank import WIDTHS
 from shardwise.run import LayoutConfig, Run
 from shardwise.run.derive import keeps_compute_copies, planned_on_gpu
 from shardwise.run.load import LoadRequest
-from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters
+from shardwise.run.parameters import find_parameter
+from shardwise.run.served import ServingRank
 from shardwise.run.vocabulary import INDEX
 from shardwise.run.weights import BYTES
 
@@ -62,70 +68,76 @@ class RolloutMemory:
 
 
 def as_served(run: Run) -> Run:
-    """The run as one rank's engine sees it: alone, with rows of the trainer's length."""
-    return replace(run, layout=LayoutConfig(), model=replace(run.model, max_positions=run.train.seq_len))
+    """The run as its engines see it: on their layout, with rows of the trainer's length."""
+    return replace(run, layout=rollout_layout(run), model=replace(run.model, max_positions=run.train.seq_len))
 
 
 def answers_at_once(run: Run) -> int:
-    """Answers of a round that one rank makes."""
+    """Answers of a round that one engine makes."""
     prompts = run.train.global_batch * run.objective.minibatches // run.objective.group
-    return -(-prompts // run.layout.world) * run.objective.group
+    return -(-prompts // rollout_layout(run).replicate) * run.objective.group
 
 
-def shares_weights(run: Run) -> bool:
-    """Whether the engine reads the trainer's own tensors."""
-    whole = run.layout.world == run.layout.replicate and not run.layout.offload
-    return whole and not run.objective.asynchronous
-
-
-def own_weight_bytes(run: Run, *, gpu: bool) -> int:
-    """Bytes of weights that an engine holds besides the trainer's."""
+def own_weight_bytes(run: Run, *, gpu: bool, rank: int = 0) -> int:
+    """Bytes of weights that the engine of a rank holds there besides the trainer's."""
     model, width = run.model, BYTES[run.train.dtype]
     low = run.train.dtype in ("bfloat16", "float16")
-    shares, copies = shares_weights(run), keeps_compute_copies(run, gpu=gpu)
-    whole = run.layout.world == run.layout.replicate and not run.layout.offload
+    copies = keeps_compute_copies(run, gpu=gpu)
+    shares = is_whole(run) and not run.objective.asynchronous
+    place = ServingRank(rollout_layout(run), rank)
 
-    def own(entry: Parameter, layer: bool) -> float:
-        if entry.packed > 1:  # codes of 4 bits become a matrix
-            return entry.numel * (entry.packed * width + (0 if whole else WIDTHS[entry.dtype]))
-        if entry.dtype or (run.adapter.used and not entry.frozen and entry.owner != "head"):
-            # Parts of a matrix, which are read where they are, or brought together from the ranks.
-            return 0.0 if whole else entry.numel * (WIDTHS[entry.dtype] if entry.dtype else max(4, width))
-        if not shares or entry.adapted:
-            return entry.numel * width
-        if entry.frozen:  # the trainer has it in the dtype of the arithmetic
-            return 0.0
-        if not low or entry.owner == "router" or (layer and copies and entry.is_linear):
-            return 0.0
-        return entry.numel * width
+    def own(name: str) -> int:
+        numel = prod(place.box(find_parameter(model, name))[1])
+        entry = find_parameter(model, name, run.adapter)
+        trained = entry.frozen or not low or entry.owner == "router" or (copies and entry.is_linear)
+        if (
+            shares and trained and not entry.adapted and not entry.dtype
+        ):  # the trainer has it in the dtype of the arithmetic
+            return 0
+        return numel * part_width(run, name, name, width)
 
-    outer = (*first_parameters(model, run.adapter), *last_parameters(model, run.adapter))
-    total = sum(own(entry, False) for entry in outer)
-    for layer in range(model.layers):
-        entries = layer_parameters(model, model.is_moe(layer), run.adapter)
-        total += sum(own(entry, True) for entry in entries)
-    return int(total)
+    # Layers of a kind are alike, and networks have many.
+    alike: Counter[str] = Counter()
+    first: dict[tuple[bool, str], str] = {}
+    for name in needed(run, place.stage):
+        layer, _, leaf = name.removeprefix("layers.").partition(".")
+        kind = (layer.isdigit() and model.is_moe(int(layer)), leaf if layer.isdigit() else name)
+        alike[first.setdefault(kind, name)] += 1
+    return sum(count * own(name) for name, count in alike.items())
 
 
-def rollout_memory(run: Run, chip: Chip, total: int, trained: Memory | None = None) -> RolloutMemory:
-    """What a device of `total` bytes holds, and how many pages fit; beside the memory of training, where that is known."""
+def rollout_memory(
+    run: Run, chip: Chip, total: int, trained: Memory | None = None, rank: int | None = None
+) -> RolloutMemory:
+    """What a device of `total` bytes holds, and how many pages fit, which all ranks of an engine have; beside the memory of
+    training, where that is known. Of a `rank`, or of the one with the least room."""
     gpu = chip.name != "cpu"
     if trained is None:
         placed = replace(run, cluster=replace(run.cluster, chip=chip.name))
         trained = memory_of(placed, job_of(placed))
     reference = (
-        max(rank["parameters"] for rank in trained.ranks) if run.objective.kl_beta and not run.adapter.used else 0.0
+        max(each["parameters"] for each in trained.ranks) if run.objective.kl_beta and not run.adapter.used else 0.0
     )
     training = int(trained.peak + reference)
-    alone = as_served(run)
-    weights, activations = own_weight_bytes(run, gpu=gpu or planned_on_gpu(run)), activation_bytes(alone)
-    page = stage_memory(alone, 0, chip, total).page
-    room = int(total * (1 - run.cluster.headroom)) - training - weights - activations
-    if run.serve.memory_gib:
-        room = int(run.serve.memory_gib * 2**30)
+    served = as_served(run)
     sequences = min(run.serve.max_sequences, run.serve.max_step_tokens, answers_at_once(run))
     most = sequences * -(-run.train.seq_len // run.serve.page_tokens) + 1
-    return RolloutMemory(training, weights, activations, page, max(0, min(room // max(1, page), most)))
+
+    def here(rank: int) -> RolloutMemory:
+        stage = ServingRank(served.layout, rank).stage
+        weights = own_weight_bytes(run, gpu=gpu or planned_on_gpu(run), rank=rank)
+        activations, page = activation_bytes(served, stage), stage_memory(served, stage, chip, total).page
+        room = int(total * (1 - run.cluster.headroom)) - training - weights - activations
+        if run.serve.memory_gib:
+            room = int(run.serve.memory_gib * 2**30)
+        return RolloutMemory(training, weights, activations, page, max(0, min(room // max(1, page), most)))
+
+    # Shares are rounded up, so the first rank of a stage holds most of it.
+    each = served.layout.world // served.layout.pipeline
+    tightest = min(
+        (here(n * each) for n in range(served.layout.pipeline)), key=lambda memory: (memory.pages, -memory.total)
+    )
+    return tightest if rank is None else replace(here(rank), pages=tightest.pages)
 
 
 def _device(run: Run) -> tuple[Chip, int]:
@@ -170,6 +182,10 @@ class RolloutPlan:
     origin: str
     tokens: int
     """Of the answers of a round."""
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    """Of the engines."""
+    relaying_seconds: float = 0.0
+    """Of a round, and a part of it: the weights are brought to the engines."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -195,7 +211,9 @@ class RolloutPlan:
         found = {name: getattr(self, name) for name in names}
         return found | {
             "step_seconds": self.step_seconds, "rollout_flops": self.rollout_flops, "rollout_tokens_per_s": self.tokens_per_s,
-            "memory": memory, "steps": f"played; {self.origin}",
+            "memory": memory, "steps": f"played; {self.origin}", "relaying_seconds": self.relaying_seconds,
+            "engines": {"count": self.layout.replicate}
+            | {axis: getattr(self.layout, axis) for axis in ("tensor", "pipeline", "expert")},
         }  # fmt: skip
 
 
@@ -208,15 +226,35 @@ def prompt_tokens(run: Run) -> int:
 
 
 def played_round(run: Run, memory: RolloutMemory) -> Played:
-    """A round of the rank that has most answers, all of them at their full length, played with the engine's scheduler."""
+    """A round of the engine that has most answers, all of them at their full length, played with the engine's scheduler."""
     cluster, serve, asked, model = cluster_of(run), run.serve, run.objective, run.model
     form = FORMATS[STORED[run.train.dtype]]
     windowed = (1.0, model.sliding_window) if model.sliding_window else (0.0, 0)
-    serving = Serving(model, cluster, OURS, form, form, BYTES[kv_dtype(run)], 1, 1, windowed=windowed)
+    layout = rollout_layout(run)
+    serving = Serving(
+        model, cluster, OURS, form, form, BYTES[kv_dtype(run)], layout.tensor, layout.pipeline, expert=layout.expert,
+        expert_tensor=layout.shard * layout.tensor // layout.expert, windowed=windowed,
+    )  # fmt: skip
     times = StepTime(serving, engine_facts(cluster.chip), min(serve.max_sequences, serve.max_step_tokens))
     place = Place(max(memory.pages, _least_pages(run)), 0, run.train.seq_len, model.sliding_window)
     own = [LoadRequest(0.0, prompt_tokens(run), asked.completion_tokens)] * answers_at_once(run)
     return play(serve, own, times, place, group=asked.group)
+
+
+def relaying_seconds(run: Run) -> float:
+    """How long it takes to bring the engines' weights to where they are needed, before a round: an all-to-all for each parameter
+    among the ranks of a replica, as the rank takes that receives most."""
+    if is_whole(run):
+        return 0.0
+    cluster, width = cluster_of(run), BYTES[run.train.dtype]
+    ranks = run.layout.world // run.layout.replicate
+    layout = rollout_layout(run)
+    found = []
+    for stage in range(layout.pipeline):
+        relaying = Relaying(run, stage * (layout.world // layout.pipeline))
+        sizes = relaying.received_bytes(WIDTHS, width)
+        found.append(sum(collective_seconds(cluster, "all_to_all", size, ranks) for size in sizes))
+    return max(found)
 
 
 def plan_rollouts(run: Run, train_seconds: float, trained: Memory | None = None) -> RolloutPlan:
@@ -229,11 +267,12 @@ def plan_rollouts(run: Run, train_seconds: float, trained: Memory | None = None)
     steps = asked.minibatches * asked.iterations
     passes = int(steps > 1) + int(asked.kl_beta > 0)
     looking = passes * asked.minibatches * train_seconds / 3
-    rollout = played.figures.seconds
+    relaying = relaying_seconds(run)
+    rollout = played.figures.seconds + relaying
     hidden = max(0.0, rollout - looking - steps * train_seconds) if asked.asynchronous else rollout
     tokens = answers * asked.completion_tokens
     flops = forward_flops(run.model, prompt + asked.completion_tokens) * (tokens + answers // asked.group * prompt)
     return RolloutPlan(
         memory, memory.pages >= least, prompt, answers, rollout, passes, looking, train_seconds,
-        train_seconds + (hidden + looking) / steps, flops, facts.origin, tokens,
+        train_seconds + (hidden + looking) / steps, flops, facts.origin, tokens, rollout_layout(run), relaying,
     )  # fmt: skip

@@ -1,0 +1,301 @@
+"""From the layout that trains to the layout that answers: which ranks make an engine, what each of them holds of the weights, and
+which rank sends it what before a round. No torch; the trainer follows these lists, and the plan counts them.
+
+An engine is cut as the trainer is: its tensor ranks, its pipeline ranks and as many more as its experts are spread over make one,
+and what is left of the ranks makes more of them. Data and context ranks hold shards of what an engine's rank needs, tensor ranks
+may cut experts otherwise, and a server's pipeline begins at its last rank; so weights travel, each box of a parameter to where it
+is needed and nowhere else. A matrix with adapters is made of its parts at its new place.
+
+Where an engine would have to add up parts of a sum in one order (`serve.invariant`), or works while training does
+(`objective.asynchronous`; two threads with collectives of their own may block each other on a GPU), each rank has one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardwise.plan.cost.flops import layers_of_stages
+from shardwise.plan.serving.pool import served_layers
+from shardwise.run import LayoutConfig, Run
+from shardwise.run.boxes import Box, box_of
+from shardwise.run.coordinates import RankCoordinates
+from shardwise.run.derive import shard_dim
+from shardwise.run.parameters import (
+    Cut,
+    factors_of,
+    find_parameter,
+    first_parameters,
+    last_parameters,
+    layer_parameters,
+    magnitude_of,
+    scales_of,
+)
+from shardwise.run.rules.check import serving_rules
+from shardwise.run.sections.adapter import NF4_BLOCK
+from shardwise.run.served import ServingRank
+from shardwise.schedules import make_schedule
+
+
+def rollout_layout(run: Run) -> LayoutConfig:
+    """The layout of the engines that make a run's answers, on the ranks that train it; each `replicate` is an engine."""
+    return next(layout for layout in _layouts(run) if _is_served(run, layout))
+
+
+def _layouts(run: Run) -> Iterator[LayoutConfig]:
+    """From the one that is cut most to the one whose ranks all have a whole network."""
+    lay = run.layout
+
+    def engines(tensor: int, pipeline: int, data: int, expert: int) -> LayoutConfig:
+        replicate = lay.world // (tensor * pipeline * data)
+        stages = lay.stages if len(lay.stages) == pipeline else ()
+        return LayoutConfig(
+            replicate=replicate, tensor=tensor, pipeline=pipeline, shard=data, expert=expert, stages=stages
+        )
+
+    if not (run.objective.asynchronous or run.serve.invariant):
+        data = lay.expert if run.model.experts else 1
+        for pipeline in dict.fromkeys((lay.pipeline, 1)):
+            for expert in (data, data * lay.tensor):  # columns of each expert over the tensor ranks, or whole experts
+                yield engines(lay.tensor, pipeline, data, expert)
+    yield LayoutConfig(replicate=lay.world)
+
+
+def _is_served(run: Run, layout: LayoutConfig) -> bool:
+    """Whether a server has this layout, with layers in every stage."""
+    served = replace(run, layout=layout)
+    broken = (rule for rule in serving_rules(served) if rule.broken and rule.key.startswith("layout."))
+    return next(broken, None) is None and all(map(len, served_layers(served)))
+
+
+def is_whole(run: Run) -> bool:
+    """Whether every rank trains whole parameters, which its engine can read where they are."""
+    return run.layout.world == run.layout.replicate and not run.layout.offload
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter that a matrix of an engine is made of, and the box of it that is needed."""
+
+    name: str
+    box: Box
+
+
+def parts_of(run: Run, name: str, box: Box) -> list[Part]:
+    """What makes up a box of a parameter of the network: itself, or its codes, scales and adapters. DoRA needs whole rows, whose
+    length it sets, and codes come in blocks; where a box cuts those, what is made is more than is needed (`made_box`)."""
+    entry = find_parameter(run.model, name, run.adapter)
+    if not entry.adapted and not entry.dtype:
+        return [Part(name, box)]
+    made = made_box(run, name, box)
+    (*at, row, column), (*stack, rows, columns) = made.offset, made.size
+
+    def part(of: str, *spans: tuple[int, int]) -> Part:
+        starts, sizes = zip(*spans, strict=True)
+        return Part(of, Box((*at, *starts), (*stack, *sizes)))
+
+    found = [part(name, (row, rows), (column // entry.packed, columns // entry.packed))]
+    if entry.dtype:
+        first, second = scales_of(name)
+        found.append(part(first, (row, rows), (column // NF4_BLOCK, columns // NF4_BLOCK)))
+        if run.adapter.double_quantization:
+            found.append(part(second, (0, find_parameter(run.model, second_of(name), run.adapter).shape[-1])))
+    if entry.adapted:
+        a, b = factors_of(name)
+        rank = run.adapter.rank
+        found += [part(a, (0, rank), (column, columns)), part(b, (row, rows), (0, rank))]
+        if run.adapter.kind == "dora":
+            found.append(part(magnitude_of(name), (row, rows)))
+    return found
+
+
+def second_of(matrix: str) -> str:
+    """The name of the scales of the scales of a 4-bit matrix."""
+    return scales_of(matrix)[1]
+
+
+def made_box(run: Run, name: str, box: Box) -> Box:
+    """The box of a matrix that is made of its parts, of which one is needed."""
+    entry = find_parameter(run.model, name, run.adapter)
+    cuts_blocks = entry.packed > 1 and (box.offset[-1] % NF4_BLOCK or box.size[-1] % NF4_BLOCK)
+    if cuts_blocks or (entry.adapted and run.adapter.kind == "dora"):
+        return Box((*box.offset[:-1], 0), (*box.size[:-1], entry.packed * entry.shape[-1]))
+    return box
+
+
+def needed(run: Run, stage: int | None = None) -> list[str]:
+    """The parameters of the network, in order: of the whole one, or of a stage of the engine."""
+    model, layout = run.model, rollout_layout(run)
+    layers = range(model.layers) if stage is None else served_layers(replace(run, layout=layout))[stage]
+    last = stage is None or stage == layout.pipeline - 1
+    outer = (
+        first_parameters(model) if not stage else first_parameters(model)[:1] if last and model.tied_embeddings else ()
+    )
+    found = [entry.name for entry in outer]
+    for layer in layers:
+        found += [f"layers.{layer}.{entry.name}" for entry in layer_parameters(model, model.is_moe(layer))]
+    return found + [entry.name for entry in last_parameters(model) if last]
+
+
+def stage_of(run: Run, name: str) -> int:
+    """The stage of the trainer's pipeline that holds a parameter or buffer."""
+    ranges = layers_of_stages(run)
+    if not name.startswith("layers."):
+        return 0 if name.startswith(("embed.", "positions.")) else run.layout.distinct_stages - 1
+    layer = int(name.split(".")[1])
+    return next(number for number, layers in enumerate(ranges) if layer in layers)
+
+
+@dataclass(frozen=True)
+class Relaying:
+    """What one rank sends and receives so that the engines of its replica of the trainer have their weights."""
+
+    run: Run
+    rank: int
+
+    @cached_property
+    def layout(self) -> LayoutConfig:
+        """The engines'."""
+        return rollout_layout(self.run)
+
+    @cached_property
+    def members(self) -> list[int]:
+        """The ranks of the trainer's replica."""
+        return RankCoordinates(self.run.layout, self.rank).replica_members()
+
+    @cached_property
+    def _names(self) -> list[frozenset[str]]:
+        """Of each stage of the engine."""
+        return [frozenset(needed(self.run, stage)) for stage in range(self.layout.pipeline)]
+
+    @cached_property
+    def _places(self) -> dict[int, RankCoordinates]:
+        return {rank: RankCoordinates(self.run.layout, rank) for rank in self.members}
+
+    @cached_property
+    def _homes(self) -> tuple[int, ...]:
+        lay = self.run.layout
+        name = lay.schedule if lay.pipeline > 1 else "1f1b"
+        return make_schedule(name, lay.pipeline, self.run.accumulation, lay.stages_per_rank).placement
+
+    @property
+    def stage(self) -> int:
+        """The stage of the engine that is on this rank."""
+        return ServingRank(self.layout, self.rank).stage
+
+    def home(self, name: str) -> int:
+        """The index of the pipeline ranks that train a parameter or buffer."""
+        return self._homes[stage_of(self.run, name)]
+
+    def first_at_home(self, name: str) -> int:
+        """The first of the members that trains it."""
+        home = self.home(name)
+        return next(rank for rank, at in self._places.items() if at.index("pipeline") == home)
+
+    def box(self, name: str, rank: int) -> Box | None:
+        """What a rank's engine holds of a parameter of the network; None where its stage has no such."""
+        place = ServingRank(self.layout, rank)
+        if name not in self._names[place.stage]:
+            return None
+        return Box(*place.box(find_parameter(self.run.model, name)))
+
+    def parts(self, name: str) -> Iterator[tuple[str, dict[int, Box]]]:
+        """The parts of a parameter, one after the other, each with the box that a rank needs of it."""
+        wanted: dict[str, dict[int, Box]] = {}
+        for rank in self.members:
+            box = self.box(name, rank)
+            for part in parts_of(self.run, name, box) if box is not None and box.numel else ():
+                wanted.setdefault(part.name, {})[rank] = part.box
+        yield from wanted.items()
+
+    def held(self, part: str) -> dict[Box, list[int]]:
+        """The boxes of a parameter that the trainer has, and the members that have each."""
+        home = self.home(part)
+        found: dict[Box, list[int]] = {}
+        for rank, at in self._places.items():
+            if at.index("pipeline") == home and (box := self._trained_box(part, at)).numel:
+                found.setdefault(box, []).append(rank)
+        return found
+
+    def moves(self, part: str, wanted: dict[int, Box]) -> Moves:
+        """Who sends what of a part to whom: each takes what it has itself from itself, else from one of those that have it, which
+        take turns."""
+        here = self.rank
+        sent: dict[int, Box] = {}
+        received: dict[int, Box] = {}
+        travels = False
+        held = self.held(part)
+        for turn, (rank, box) in enumerate(wanted.items()):
+            for known, holders in held.items():
+                common = known.common(box)
+                if common is None:
+                    continue
+                source = rank if rank in holders else holders[turn % len(holders)]
+                travels = travels or source != rank
+                if source == here:
+                    sent[rank] = common
+                if rank == here:
+                    received[source] = common
+        own = next((box for box, holders in held.items() if here in holders), None)
+        return Moves(part, own, wanted.get(here), sent, received, travels)
+
+    def _width(self, name: str, part: str, widths: dict[str, int], width: int) -> int:
+        entry = find_parameter(self.run.model, part, self.run.adapter)
+        return widths[entry.dtype] if entry.dtype else part_width(self.run, name, part, width)
+
+    def sent_bytes(self, widths: dict[str, int], width: int) -> int:
+        """Bytes that this rank sends to others before a round. `width` is that of the arithmetic, `widths` those of integers."""
+        total = 0
+        for name in needed(self.run):
+            for part, wanted in self.parts(name):
+                moved = self.moves(part, wanted).sent.items()
+                each = self._width(name, part, widths, width)
+                total += each * sum(box.numel for rank, box in moved if rank != self.rank)
+        return total
+
+    def received_bytes(self, widths: dict[str, int], width: int) -> list[int]:
+        """Bytes that this rank gets from others, of each parameter that its engine needs."""
+        found = []
+        for name in needed(self.run, self.stage):
+            box = self.box(name, self.rank)
+            for part in parts_of(self.run, name, box) if box is not None and box.numel else ():
+                own = sum(common.numel for common in map(part.box.common, self._trained(part.name)) if common)
+                found.append(self._width(name, part.name, widths, width) * (part.box.numel - own))
+        return found
+
+    def _trained(self, part: str) -> list[Box]:
+        """What this rank trains of a parameter."""
+        at = RankCoordinates(self.run.layout, self.rank)
+        return [self._trained_box(part, at)] if at.index("pipeline") == self.home(part) else []
+
+    def _trained_box(self, part: str, at: RankCoordinates) -> Box:
+        run = self.run
+        entry = find_parameter(run.model, part, run.adapter)
+        cuts, axis = entry.cuts(run.layout), "expert_shard" if entry.routed else "zero"
+        inner = box_of(entry.shape, cuts, at).size
+        shard = Cut(axis, shard_dim(inner, at.size(axis)) if entry.routed else 0)
+        return box_of(entry.shape, (*cuts, shard), at)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What a rank sends of a parameter, and what it gets, by the other's rank; in the coordinates of the whole."""
+
+    name: str
+    held: Box | None
+    """What it has itself."""
+    wanted: Box | None
+    sent: dict[int, Box]
+    received: dict[int, Box]
+    travels: bool
+    """Whether anything goes from one rank to another; all members say the same."""
+
+
+def part_width(run: Run, name: str, part: str, width: int) -> int:
+    """Bytes of an element of a part as it travels: those of the arithmetic, or 4 at least of what is used or merged before it is
+    rounded."""
+    entry = find_parameter(run.model, part, run.adapter)
+    learned = run.model.position == "learned" and entry.owner == "embedding"
+    exact = part != name or learned or (entry.owner == "router" and part.endswith("router.weight"))
+    return max(4, width) if exact else width
