@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.report import words
 
-HEADS = ("module", "type", "weights", "forward", "backward", "recompute", "saved", "time", "share", "FLOP/s")
+HEADS = ("module", "type", "weights", "forward", "backward", "recomp.", "saved", "time", "share", "FLOP/s")
 Row = Mapping[str, Any]
 
 

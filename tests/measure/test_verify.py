@@ -204,13 +204,13 @@ def test_a_plan_that_differs_is_told_by_all_microbatches(monkeypatch: pytest.Mon
 
 
 def test_long_work_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with progress.told() as say:
+    with progress.progress_line() as say:
         say("short work says nothing")
         monkeypatch.setattr(progress, "PAUSE", 0.0)
         say("counting")
     assert capsys.readouterr().err == "counting\n"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with progress.told() as say:
+    with progress.progress_line() as say:
         say("counting")
     assert capsys.readouterr().err == "\r\033[Kcounting\r\033[K"
 
