@@ -4,6 +4,7 @@ plans and explains needs no torch, and no file is too long to read. All of it is
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -157,3 +158,13 @@ def test_the_package_does_not_patch_itself() -> None:
 def test_no_file_is_too_long_to_read() -> None:
     lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert not {name: lines for name, lines in lengths.items() if lines > LONGEST}
+
+
+def test_the_map_of_contributing_has_every_folder_on_its_floor() -> None:
+    rows = re.findall(
+        r"^\| (\d+) \| (.+?) \|", (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    shown = {name: int(floor) for floor, names in rows for name in re.findall(r"`(\w+)(?:/|\.py)`", names)}
+    there = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    wanted = {name: floor for floor, names in enumerate(FLOORS, 1) for name in names if name in there or floor == 1}
+    assert shown == wanted

@@ -70,7 +70,7 @@ class TrainResult(Result):
         return html.page(f"Training of {self.folder.name}", [html.key_figures(figures), html.Section("", "", drawn)])
 
     def _shown(self) -> Sequence[RenderableType]:
-        end = "stopped; train it again to go on" if self.stopped else "done"
+        end = "stopped; call train again to resume" if self.stopped else "done"
         return [f"{self.folder}: {len(self.losses)} steps, loss {self.loss:.4f}, {end}"]
 
 

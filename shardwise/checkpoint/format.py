@@ -122,7 +122,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise UserError(Problem("there is no such folder", where=str(folder)))
     if not path.exists():
-        raise UserError(Problem(f"holds no {MANIFEST}, so it is not a whole checkpoint", where=str(folder)))
+        raise UserError(Problem(f"holds no {MANIFEST}, so it is not a complete checkpoint", where=str(folder)))
     os.close(open_plain(path))
     content = read_json(path)
     crc, version = content.pop("crc", None), content.get("format")
@@ -183,7 +183,7 @@ def read_header(file: Path, sharded: bool = False) -> list[Shard]:
         raise UserError(Problem("there is no such file", where=str(file))) from None
     except (SafetensorError, ValueError) as e:
         raise UserError(
-            Problem(f"is not a whole safetensors file ({e}); fetch or write it again", where=str(file))
+            Problem(f"is not a complete safetensors file ({e}); fetch or write it again", where=str(file))
         ) from None
     except OSError as e:
         raise UserError(Problem(f"cannot be read: {e.strerror or e}", where=str(file))) from None

@@ -102,10 +102,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     score = verbs.add_parser(
         "score",
-        help="write beside the sets of a run what its reference or teacher says of their tokens",
+        help="score the sets of a run with its reference or teacher, and write the scores beside them",
         description="Pass the sets of a run through its reference (dpo: the log-probability of every learned token) or its teacher "
-        "(distill: the likeliest tokens) and write what is said beside them, in scores-reference or scores-teacher. With "
-        "objective.stored = true the run reads that, and holds no second network. Several ranks are started as by `train`.",
+        "(distill: the likeliest tokens) and write the scores beside them, in scores-reference or scores-teacher. With "
+        "objective.stored = true the run reads that, and needs no second network. Several ranks are started as by `train`.",
     )
     score.add_argument("run", help="the run, a TOML file; override it with --section.key=value")
 

@@ -1,4 +1,4 @@
-"""`shardwise doctor`: what is installed and works here, what will fail, and the mend; of this machine, or of a run on it."""
+"""`shardwise doctor`: what is installed and works here, what will fail, and how to fix it; of this machine, or of a run on it."""
 
 from __future__ import annotations
 

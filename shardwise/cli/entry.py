@@ -35,7 +35,7 @@ def entry() -> NoReturn:
     if not is_rank:
         end_at_once("interrupted", 128 + signal.SIGINT, (signal.SIGINT,))
     if trains and not is_rank:
-        end_at_once("told to stop before the first step: there is nothing to save")
+        end_at_once("stop requested before the first step: there is nothing to save")
     from shardwise.cli.machinery.letters import NAME, register
     from shardwise.cli.main import main
 

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=0, metavar="N", help="of each set only so many rows, evenly spaced")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of a generated answer (64)")
     parser.add_argument("--chat", action="store_true", help="ask questions through the checkpoint's chat template")
-    parser.add_argument("--answers", type=Path, metavar="FILE", help="write what the model said, a line a question")
+    parser.add_argument("--answers", type=Path, metavar="FILE", help="write the model's answers, one line per question")
     parser.add_argument(
         "--dtype", choices=("float64", "float32", "bfloat16", "float16"), help="compute dtype (default: the run's)"
     )

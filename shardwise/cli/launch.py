@@ -223,7 +223,7 @@ def _notes(run: Run, found: Estimate | None, asked: int) -> list[str]:
     if found is None:
         return lines
     step = f"{words.seconds(found.step_seconds)} a step, {words.seconds(found.expected)} for {counted(run.train.steps, 'step')}"
-    lines.append(f"planned: {found.memory}; {step}, with a start")
+    lines.append(f"planned: {found.memory}; {step}, start-up included")
     again = requeues(found.limit, cluster.restart_seconds, asked) if asked and asked < found.limit else 0
     if asked:
         more = f"; it will be requeued about {counted(again, 'time')}" if again else ""

@@ -46,7 +46,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "weights of a checkpoint in 8 or 4 bits, with the perplexity before and after",
     ),
     "convert": ("shardwise.cli.convert", "weights to and from Hugging Face folders"),
-    "doctor": ("shardwise.cli.doctor", "what is installed and works on this machine, what will fail, and the mend"),
+    "doctor": (
+        "shardwise.cli.doctor",
+        "what is installed and works on this machine, what will fail, and how to fix it",
+    ),
     "completion": ("shardwise.cli.completion", "completion of verbs, options and keys for bash, zsh or fish"),
 }
 

@@ -41,18 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lets clients in that send it; @FILE: those of its lines; several may be given",
     )
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template (default: the checkpoint's)")
-    waiting = "requests that may wait; further ones are told to come again (1024)"
+    waiting = "requests that may wait; further ones get 429 with Retry-After (1024)"
     parser.add_argument("--max-waiting", dest="waiting", type=at_least(1), metavar="N", help=waiting)
     connections = "connections that may be open (4096)"
     parser.add_argument("--max-connections", dest="connections", type=at_least(1), metavar="N", help=connections)
     body = "bytes of a request (8388608)"
     parser.add_argument("--max-body", dest="body_bytes", type=at_least(1024), metavar="BYTES", help=body)
-    drain = "seconds for what runs, once told to end (60)"
+    drain = "seconds that running requests get after SIGTERM (60)"
     parser.add_argument("--drain-seconds", type=at_least(0, float), metavar="SECONDS", help=drain)
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Serve until told to end."""
+    """Serve until SIGTERM."""
     keys = _keys(args.api_key)
 
     from shardwise.checkpoint.folder import checkpoint_folder

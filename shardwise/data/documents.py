@@ -48,7 +48,7 @@ class Reader:
         try:
             yield from {"text": self._text, "jsonl": self._jsonl, "parquet": self._parquet}[self.file.kind]()
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-            self.problems.append(Problem(f"is not a whole gzip file: {e}", where=self.file.path))
+            self.problems.append(Problem(f"is not a complete gzip file: {e}", where=self.file.path))
         except OSError as e:
             self.problems.append(Problem(f"cannot be read: {e.strerror or e}", where=self.file.path))
         if self.problems:

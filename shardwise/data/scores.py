@@ -163,13 +163,13 @@ def open_scores(run: Run, tokens: TokenSet, key: str) -> Scores | Problem:
         found = ScoreIndex(**{each.name: content[each.name] for each in fields(ScoreIndex)})
         sizes = {name: found.tokens * found.count * dtype.itemsize for name, dtype in _files(found).items()}
     except (FileNotFoundError, NotADirectoryError):
-        return wrong(f"there is nothing that a {wanted.kind} said of this set")
+        return wrong(f"there are no scores of a {wanted.kind} for this set")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
         return wrong(f"its index cannot be read: {e}")
     if any(not (folder / name).is_file() or (folder / name).stat().st_size != size for name, size in sizes.items()):
-        return wrong("is not whole")
+        return wrong("is incomplete")
     if found.fingerprint != wanted.fingerprint:
-        return wrong("was made of other tokens than the set has now")
+        return wrong("was made from other tokens than the set has now")
     for name, least in (("vocab", wanted.vocab), ("temperature", wanted.temperature)):
         if getattr(found, name) != least:
             return wrong(f"was made with {name} = {getattr(found, name)}, and the run has {least}")

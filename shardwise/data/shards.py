@@ -192,7 +192,7 @@ class TokenSet:
             found = path.stat().st_size if path.is_file() else None
             if found != size:
                 state = "is missing" if found is None else f"has {found} bytes"
-                problems.append(Problem(f"{state}, and the index says {size}: the set is not whole", where=str(path)))
+                problems.append(Problem(f"{state}, and the index says {size}: the set is incomplete", where=str(path)))
         if problems:
             raise UserError(*problems)
 

@@ -99,7 +99,7 @@ def cancel(job: Submission) -> str:
         _call(["scancel", job.id])
     else:
         _call(["kubectl", "delete", job.kind, job.id, *_in(job.namespace), "--wait=false"])
-    return f"cancelled {job.id}; submitted again, the run goes on from its last checkpoint"
+    return f"cancelled {job.id}; submit it again to resume from the last checkpoint"
 
 
 def logs(job: Submission, lines: int) -> str:

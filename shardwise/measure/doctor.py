@@ -1,4 +1,4 @@
-"""What works on this machine, what will fail, and the mend: the state of Python, PyTorch, GPUs, limits, disk and clock.
+"""What works on this machine, what will fail, and how to fix it: the state of Python, PyTorch, GPUs, limits, disk and clock.
 
 A finding is `good`, a `note` (something will be slower, or an option is not there) or `bad`: what is named will fail.
 """
@@ -83,7 +83,7 @@ def _torch(version: str, built_for: str) -> Iterator[Finding]:
 
     yield Finding("torch", "threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores")
     gloo = dist.is_available() and dist.is_gloo_available()
-    yield Finding("torch", "gloo", *(("there",) if gloo else ("not built in", "bad", "several CPU ranks need it")))
+    yield Finding("torch", "gloo", *(("available",) if gloo else ("not built in", "bad", "several CPU ranks need it")))
     if torch.cuda.is_available():
         nccl = dist.is_nccl_available()
         said = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "not built in"

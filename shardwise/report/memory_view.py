@@ -41,7 +41,7 @@ def owner_rows(history: History, planned: Mapping[str, float] | None) -> tuple[l
     if planned is not None:
         there = sum(planned.values())
         rows.append(["all", words.size(history["peak"]), "", words.size(there), _off(there, history["peak"])])
-    return ["at the peak", "held", "share", *(["plan", "off by"] if planned is not None else [])], rows
+    return ["at the peak", "in use", "share", *(["plan", "off by"] if planned is not None else [])], rows
 
 
 def _off(planned: float, held: float) -> str:
@@ -70,7 +70,7 @@ def sections(history: History, planned: Mapping[str, float] | None) -> list[html
     table = html.table_of(
         heads, [[html.cell(c, "n" if at else "") for at, c in enumerate(row)] for row in rows], numbers_from=1
     )
-    heads = ["place", "owner", "held", "allocations"]
+    heads = ["place", "owner", "in use", "allocations"]
     places = [[html.cell(c, "n" if at > 1 else "") for at, c in enumerate(row)] for row in place_rows(history)]
     return [
         html.key_figures(figures(history)),

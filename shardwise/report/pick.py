@@ -179,7 +179,7 @@ def nanoseconds(span: Span) -> tuple[int, int]:
 
 def left_out(timeline: Timeline) -> str:
     """A clause on the microbatches that a timeline omits."""
-    return f"; {timeline.left_out} more, and their time, left out" if timeline.left_out else ""
+    return f"; {timeline.left_out} more not drawn" if timeline.left_out else ""
 
 
 def tolerance_of(account: str, tolerance: float | Mapping[str, float]) -> float:

@@ -119,7 +119,7 @@ def timeline(timeline: Timeline, width: int | None = None) -> RenderableType:
     """One step: a row for each pipeline rank, coloured by pass, with the microbatch's number where it fits."""
     if not timeline.spans:
         return Group(title("One step"), Text("not known", style="dim"))
-    remark = "each row a pipeline rank, numbers are microbatches" + pick.left_out(timeline)
+    remark = "each row a pipeline rank, numbers (where they fit) are microbatches" + pick.left_out(timeline)
     return Group(title("One step", remark), _Timeline(timeline, width))
 
 

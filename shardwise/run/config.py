@@ -249,14 +249,14 @@ class TrainConfig:
     )
     checkpoint_every: int = key(0, "steps between checkpoints, besides the one at the end; 0: only that", least=0)
     keep: int = key(2, "checkpoints kept, newest first", least=1)
-    keep_every: int = key(0, "checkpoints of steps that this divides are kept for good; 0: none", least=0)
+    keep_every: int = key(0, "checkpoints of steps that this divides are never deleted; 0: none", least=0)
     restarts: int = key(
         3, "restarts after failures with no new checkpoint in between, before the run gives up; 0: none", least=0
     )
     restart_wait: float = key(
         1.0, "seconds before the first restart; doubled for each that follows without a new checkpoint", least=0
     )
-    save_deadline: float = key(120.0, "seconds a run may take to save once it is told to stop", above=0)
+    save_deadline: float = key(120.0, "seconds a run may take to save after SIGTERM", above=0)
     hang_seconds: float = key(600.0, "seconds without any progress after which a rank counts as hung", above=0)
     elastic: bool = key(False, "with fewer ranks than the layout needs: plan another layout and go on with that")
     guard: Literal["none", "skip", "rollback", "stop"] = key(

@@ -84,7 +84,7 @@ def fit(
         raise UserError(f"{len(points)} points are too few to fit {need} coefficients: {need + 1} are needed at least")
     if min(len(np.unique(points.params)), len(np.unique(points.tokens))) < 2:
         raise UserError(
-            "all points have the same params or the same tokens: how the loss changes with them cannot be told"
+            "all points have the same params or the same tokens: how the loss depends on them cannot be fitted"
         )
     x0, y0 = float(np.log(points.params).mean()), float(np.log(points.tokens).mean())
     tell("finding points that do not belong")

@@ -51,7 +51,7 @@ def fit_repeats(points: Points, seed: int = 0) -> tuple[Fit, Repeats]:
     Huber's loss as every fit here."""
     once = points.tokens <= points.unique * 1.01
     if (~once).sum() < 3:
-        raise UserError("fewer than 3 runs repeat their data (unique_tokens below tokens): its worth cannot be told")
+        raise UserError("fewer than 3 runs repeat their data (unique_tokens below tokens): its worth cannot be fitted")
     base = fit(points.chosen(once), seed=seed)
     rest = points.chosen(~once)
     law = LAWS[base.law.name]

@@ -182,15 +182,15 @@ def _finish(
             if not problem:
                 break
             wait = train.restart_wait * 2**retry
-            display.log(f"the end of the run is not saved; trying again in {wait:g} s")
+            display.log(f"the last checkpoint is not saved; retrying in {wait:g} s")
             time.sleep(wait)
             saver.save(train_state, asdict(train_state.history))
             problem = saver.finish()
     if step < train.steps:
         saved = f"step {step} of {train.steps} is not saved: {problem}" if problem else f"saved step {step}"
-        raise Preempted(f"told to stop; {saved}")
+        raise Preempted(f"stop requested; {saved}")
     if problem:
-        raise UserError(f"the end of the run is not saved: {problem}")
+        raise UserError(f"the last checkpoint is not saved: {problem}")
     if metrics is not None:
         goodput = monitor.goodput()
         metrics.record(step=step, **goodput.record())

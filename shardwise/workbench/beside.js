@@ -177,7 +177,7 @@
     drawCompared();
   }
   bench.actions.pin = () => {
-    if (!shown) return bench.said("this run has a mistake; mend it first");
+    if (!shown) return bench.said("this run has a mistake; correct it first");
     const keys = bench.keys(), name = JSON.stringify(keys);
     if (pins.some((pin) => JSON.stringify(pin) === name)) return bench.said("this one is kept already; change something to compare with it");
     kept.set(name, shown);

@@ -227,7 +227,7 @@
   }
   async function fetched(path, name) {
     const response = await post(path, question());
-    if ((response.headers.get("Content-Type") || "").includes("json")) return said("this run has a mistake; mend it first");
+    if ((response.headers.get("Content-Type") || "").includes("json")) return said("this run has a mistake; correct it first");
     download(name, await response.blob());
     said(name + " is downloaded");
   }

@@ -110,7 +110,7 @@ def stopped(folder: Path, stop: Stop, takes: float, whole: Path) -> Outcome:
             code = -int(signal.SIGKILL)
     seconds, said = time.monotonic() - began, (folder / "said").read_text()
     early = delay < PYTHON_STARTS and code in (-stop.number, 1, 130)
-    sentences = [line for line in said.splitlines() if line.startswith("told to stop")]
+    sentences = [line for line in said.splitlines() if line.startswith("stop requested")]
     wrong = ""
     if code == -signal.SIGKILL:
         wrong = f"it had not ended after {SECONDS:g} s"

@@ -33,7 +33,7 @@ def test_a_run_that_suffers_every_kind_of_fault_ends_as_if_nothing_had_been(tmp_
     assert "was killed by SIGKILL; all ranks are stopped, going on from step" in said
     assert re.search(r"no progress for \d+ s: rank", said)
     assert "its process is stopped by a signal" in said
-    assert "told to stop: the run can go on later" in said
+    assert "stop requested: the run can be resumed" in said
     assert outcome.unsaved
     events = read_events(tmp_path / "disturbed" / "out")
     assert {e["what"] for e in events} >= {"begin", "training", "failed", "hang", "repeat", "saved", "end"}

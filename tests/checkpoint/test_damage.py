@@ -152,11 +152,14 @@ FIRST = "model/embed.weight"
         (lambda h, b: b[FIRST].update(crc32=7), "does not say which shards"),
         (lambda h, b: b.pop(FIRST), "does not say which shards"),
         (lambda h, b: h.update({"other": h.pop(FIRST)}), "does not say which shards"),
-        (lambda h, b: b.update({"other": b[FIRST]}) or h.update({"other": h[FIRST]}), "not a whole safetensors file"),
+        (
+            lambda h, b: b.update({"other": b[FIRST]}) or h.update({"other": h[FIRST]}),
+            "not a complete safetensors file",
+        ),
         (lambda h, b: b[FIRST].update(shape=[10**30, 10**30]), "does not hold the whole"),
-        (lambda h, b: h[FIRST].update(dtype="pickle"), "not a whole safetensors file"),
-        (lambda h, b: h[FIRST].update(data_offsets=[8, 16]), "not a whole safetensors file"),
-        (lambda h, b: h.pop(FIRST), "not a whole safetensors file"),
+        (lambda h, b: h[FIRST].update(dtype="pickle"), "not a complete safetensors file"),
+        (lambda h, b: h[FIRST].update(data_offsets=[8, 16]), "not a complete safetensors file"),
+        (lambda h, b: h.pop(FIRST), "not a complete safetensors file"),
     ],
 )
 def test_a_header_that_lies(out: Path, change: Callable[..., None], sentence: str) -> None:

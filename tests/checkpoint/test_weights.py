@@ -121,7 +121,7 @@ def test_truncated_files(keep: int, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(100)}, file)
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(UserError, match="not a whole safetensors file") as caught:
+    with pytest.raises(UserError, match="not a complete safetensors file") as caught:
         open_checkpoint(tmp_path)
     assert caught.value.problems[0].where == str(file)
 

@@ -133,7 +133,7 @@ def test_a_disturbed_job_ends_with_the_curve_of_an_undisturbed_one(slurm: Slurm)
     assert slurm.job(number)["Restarts"] == "1"
     saved = max(int(path.name.partition("-")[2]) for path in (folder / "checkpoints").glob("step-*"))
     log = Path(slurm.job(number)["StdOut"])
-    assert f"told to stop; saved step {saved}" in log.read_text()
+    assert f"stop requested; saved step {saved}" in log.read_text()
     slurm.wait("more steps", lambda: last_step(folder) >= saved + 40)
 
     # A machine is gone, from one moment to the next, with its part of the ranks.

@@ -101,7 +101,7 @@ def test_broken_gzip(tmp_path: Path) -> None:
     for i, content in enumerate((whole[:-12], b"not gzip at all", whole[:40] + b"????" + whole[44:])):
         path = tmp_path / f"{i}.txt.gz"
         path.write_bytes(content)
-        assert "is not a whole gzip file" in problem(path, tmp_path / f"out{i}")
+        assert "is not a complete gzip file" in problem(path, tmp_path / f"out{i}")
 
 
 def test_parquet_mistakes(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from shardwise.run.rules.check import broken_rules
 
 TOLD = re.compile(
     r"(?P<wrong>does not fit|no faster|slower|does not fit and no faster|does not fit and slower)?(?:: )?"
-    r"(?P<what>\w+ \S+ → .+?): (?:(?P<gain>[-+][\d.]+) %, )?needs (?P<need>[\d.]+) GiB(?:, (?P<missing>[\d.]+) too many)?"
+    r"(?P<what>\w+ \S+ → .+?): (?:(?P<gain>[-+][\d.]+)%, )?needs (?P<need>[\d.]+) GiB(?:, (?P<missing>[\d.]+) GiB too many)?"
 )
 WRONG = ("does not fit", "no faster", "slower")
 
@@ -61,20 +61,20 @@ def test_a_faster_layout_that_fits_is_recommended_before_one_that_does_not() -> 
     best = found.best.account.step_seconds
     for row, change in zip(found.ranking, found.next_changes, strict=True):
         if change in plain:  # it leads to a layout that is no faster than the best
-            gain = float(change.split(": ")[1].split(" %")[0])
+            gain = float(change.split(": ")[1].split("%")[0])
             assert row.account.step_seconds / (1 + gain / 100) >= best * 0.9989
 
 
 @pytest.mark.parametrize(
     ("gain", "need", "begins"),
     [
-        (1.1, 60.0, "zero 3 → 1: +10.0 %, needs 60.0 GiB"),
-        (0.9, 60.0, "slower: zero 3 → 1: -10.0 %, needs 60.0 GiB"),
+        (1.1, 60.0, "zero 3 → 1: +10.0%, needs 60.0 GiB"),
+        (0.9, 60.0, "slower: zero 3 → 1: -10.0%, needs 60.0 GiB"),
         (1.00001, 60.0, "no faster: zero 3 → 1: needs 60.0 GiB"),
         (0.99999, 60.0, "no faster: zero 3 → 1: needs 60.0 GiB"),
-        (1.1, 90.0, "does not fit: zero 3 → 1: +10.0 %, needs 90.0 GiB, 10.0 too many"),
-        (0.9, 90.0, "does not fit and slower: zero 3 → 1: -10.0 %, needs 90.0 GiB, 10.0 too many"),
-        (1.0, 90.0, "does not fit and no faster: zero 3 → 1: needs 90.0 GiB, 10.0 too many"),
+        (1.1, 90.0, "does not fit: zero 3 → 1: +10.0%, needs 90.0 GiB, 10.0 GiB too many"),
+        (0.9, 90.0, "does not fit and slower: zero 3 → 1: -10.0%, needs 90.0 GiB, 10.0 GiB too many"),
+        (1.0, 90.0, "does not fit and no faster: zero 3 → 1: needs 90.0 GiB, 10.0 GiB too many"),
     ],
 )
 def test_the_words_of_a_change(gain: float, need: float, begins: str) -> None:
@@ -102,7 +102,7 @@ def test_a_layout_that_does_not_fit_is_told_the_fastest_single_change_that_does(
     )
     before = plan(run)
     assert not before.fits
-    told = re.fullmatch(r"makes it fit: (\w+) \S+ → (\S+): ([-+][\d.]+) %, needs ([\d.]+) GiB", change_that_fits(run))
+    told = re.fullmatch(r"makes it fit: (\w+) \S+ → (\S+): ([-+][\d.]+)%, needs ([\d.]+) GiB", change_that_fits(run))
     assert told
     changed = dict(_changed(run))
     (after,) = (

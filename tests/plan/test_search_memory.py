@@ -53,7 +53,7 @@ def test_the_next_change_needs_what_its_plan_says() -> None:
     found = search(auto("llama3-8b", 8, seq_len=8192, global_batch=128), keep=8)
     checked = 0
     for row, change in zip(found.ranking, found.next_changes, strict=True):
-        told = re.search(r"(zero|recompute) \S+ → (\S+): .* needs ([\d.]+) GiB(?:, ([\d.]+) too many)?", change)
+        told = re.search(r"(zero|recompute) \S+ → (\S+): .* needs ([\d.]+) GiB(?:, ([\d.]+) GiB too many)?", change)
         if told:
             key, value, need, missing = told.groups()
             words: dict[str, Any] = {key: int(value) if key == "zero" else value}

@@ -274,7 +274,7 @@ def test_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"p50", "p90", "p99"} <= set(found["ttft_ms"])
     assert main(["plan", *words, "--cluster.devices_per_node=2", "--layout=auto"]) == 0
     shown = capsys.readouterr().out
-    assert "is held" in shown
+    assert "is served" in shown
     assert "tensor 2" in shown
 
 

@@ -98,9 +98,9 @@ def test_no_two_kinds_have_the_same_letter() -> None:
 
 def test_the_timeline_says_what_it_leaves_out() -> None:
     drawn = pipeline_step(ranks=4, microbatches=4)
-    assert "left out" not in lines(terminal.timeline(drawn), 160)[0]
-    assert lines(terminal.timeline(replace(drawn, left_out=9)), 160)[0].endswith("; 9 more, and their time, left out")
-    assert "; 9 more, and their time, left out." in html.timeline(replace(drawn, left_out=9)).remark
+    assert "not drawn" not in lines(terminal.timeline(drawn), 160)[0]
+    assert lines(terminal.timeline(replace(drawn, left_out=9)), 160)[0].endswith("; 9 more not drawn")
+    assert "; 9 more not drawn." in html.timeline(replace(drawn, left_out=9)).remark
 
 
 def test_the_timeline_shows_each_pass_and_the_waiting() -> None:

@@ -199,7 +199,7 @@ def test_what_is_stored_must_fit_the_run(sets: Path) -> None:
         with pytest.raises(UserError, match=phrase):
             open_data(other)
     (sets / "text" / "scores-teacher" / "logprobs.bin").write_bytes(b"")
-    with pytest.raises(UserError, match="is not whole"):
+    with pytest.raises(UserError, match="is incomplete"):
         open_data(run)
 
 

@@ -60,7 +60,9 @@ def add_prepare(verbs: Any) -> None:
         "which other.",
     )
     fate.add_argument("folder", metavar="DIR", help="the folder of `shardwise data prepare`")
-    fate.add_argument("documents", nargs="*", metavar="FILE[:PLACE]", help="documents, or files of which all are told")
+    fate.add_argument(
+        "documents", nargs="*", metavar="FILE[:PLACE]", help="documents, or files whose documents are all listed"
+    )
     fate.add_argument(
         "--step", default="", metavar="KIND", help="those that ended at a step; `kept` for those that stay, `read`"
     )

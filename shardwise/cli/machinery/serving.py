@@ -58,7 +58,7 @@ def _print(best: ServingPlan, ranking: list[ServingPlan]) -> None:
     run, memory, found = best.run, best.memory, best.as_dict()
     serve, cost = run.serve, found["cost"]
     load = f"{serve.rate:g} requests/s" if serve.rate else f"{serve.concurrency} clients"
-    held = "is held" if best.holds else "IS NOT HELD"
+    held = "is served" if best.holds else "IS NOT SERVED"
     parts = f"weights {words.size(memory.weights)}, keys and values {words.size(memory.cache)}"
     if memory.draft:
         parts += f", draft model {words.size(memory.draft)}"
@@ -87,7 +87,7 @@ def _print(best: ServingPlan, ranking: list[ServingPlan]) -> None:
     if len(ranking) < 2:
         return
     table = plain_table()
-    for name in ("devices: layout", "held", "tokens/s", "ttft 50%", "tpot 50%", "a million"):
+    for name in ("devices: layout", "served", "tokens/s", "ttft 50%", "tpot 50%", "a million"):
         table.add_column(name, justify="left" if "layout" in name else "right", no_wrap=True)
     for plan in ranking:
         values: dict[str, Any] = plan.as_dict()

@@ -183,4 +183,4 @@ def show(comparison: Comparison, passed: bool, args: argparse.Namespace) -> None
     than = f"{words.slower(share)} {'as' if share >= 1 else 'than'} {comparison.names[0]}"
     console.print(f"The step takes {words.seconds(comparison.after)}: {than}.", highlight=False)
     if not passed:
-        console.print(f"That is more than the {args.fail_above:g} % allowed.", highlight=False)
+        console.print(f"That is more than the {args.fail_above:g}% allowed.", highlight=False)

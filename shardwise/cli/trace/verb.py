@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 HELP = """Explain profiles that PyTorch's profiler wrote (Kineto's JSON, plain or gzipped), of this trainer or of any program, on
 GPUs of NVIDIA or AMD or on CPUs alone: where each rank's time went, what it waited for, and what to change first. Give
 files, folders, any subset of a job's ranks; also of Nsight Systems (SQLite) and JAX (*.trace.json.gz, *.xplane.pb).
-Of snapshots of PyTorch's CUDA allocator (pickles): who held memory when, and what the peak is made of.
+Of snapshots of PyTorch's CUDA allocator (pickles): memory by owner over time, and what fills the peak.
 docs/tracing.md explains every number."""
 
 

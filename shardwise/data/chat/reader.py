@@ -40,7 +40,7 @@ class RowReader(Reader):
         try:
             yield from self._lines() if self.file.kind == "jsonl" else self._groups()
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-            raise UserError(Problem(f"is not a whole gzip file: {e}", where=self.file.path)) from None
+            raise UserError(Problem(f"is not a complete gzip file: {e}", where=self.file.path)) from None
         except OSError as e:
             raise UserError(Problem(f"cannot be read: {e.strerror or e}", where=self.file.path)) from None
 

@@ -235,10 +235,10 @@ def _advice(seconds: float, changes: list[_Change]) -> str:
 def sentence(what: str, gain: float, memory: Memory) -> str:
     """What a change brings and needs. That it does not fit or is no faster comes first."""
     peak, capacity = memory.peak, memory.capacity
-    need = f"needs {peak / GIB:.1f} GiB" + ("" if memory.fits else f", {(peak - capacity) / GIB:.1f} too many")
+    need = f"needs {peak / GIB:.1f} GiB" + ("" if memory.fits else f", {(peak - capacity) / GIB:.1f} GiB too many")
     same = abs(gain - 1) < LEAST_GAIN
     wrong = [*["does not fit"] * (not memory.fits), *["no faster"] * same, *["slower"] * (gain < 1 and not same)]
-    brings = "" if same else f"{100 * (gain - 1):+.1f} %, "
+    brings = "" if same else f"{100 * (gain - 1):+.1f}%, "
     return f"{' and '.join(wrong)}: {what}: {brings}{need}".removeprefix(": ")
 
 
@@ -252,7 +252,7 @@ def change_that_fits(run: Run) -> str:
         return ""
     seconds, what, memory = min(fitting, key=lambda one: one[0])
     gain = step_time(prepare(job_of(run))).seconds / seconds
-    return f"makes it fit: {what}: {100 * (gain - 1):+.1f} %, needs {memory.peak / GIB:.1f} GiB"
+    return f"makes it fit: {what}: {100 * (gain - 1):+.1f}%, needs {memory.peak / GIB:.1f} GiB"
 
 
 def _changed(run: Run) -> Iterator[tuple[str, Run]]:

@@ -18,7 +18,7 @@ def _sync_rules(run: Run) -> Iterator[Rule]:
     for name, least in (("sync_fragments", 1), ("sync_overlap", 0)):
         value = getattr(lay, name)
         yield Rule(every == 1 and value > least, f"layout.{name}", ("layout.sync_every",), partial(
-            "{} has no meaning while layout.sync_every is 1: replicas speak in every step".format, value
+            "{} has no meaning while layout.sync_every is 1: replicas communicate in every step".format, value
         ))
     if every == 1:
         return

@@ -92,7 +92,7 @@ class LayoutConfig:
     )
     outer_optimizer: Literal["average", "nesterov"] = key(
         "nesterov",
-        "sync_every: what is made of the replicas' mean change: taken as it is (local SGD), or by Nesterov (DiLoCo)",
+        "sync_every: how the replicas' mean change is applied: as it is (local SGD), or by Nesterov (DiLoCo)",
     )
     outer_lr: float = key(0.7, "outer_optimizer = nesterov: its learning rate", above=0)
     outer_momentum: float = key(0.9, "outer_optimizer = nesterov: its momentum", least=0, most=0.99)

@@ -14,7 +14,7 @@ class MemoryConfig:
 
     optimizer: Literal["device", "host", "disk"] = key(
         "device",
-        "where AdamW's moments and the parameters in high precision are held and updated; host: in the CPU's memory, by its "
+        "where AdamW's moments and the parameters in high precision are stored and updated; host: in the CPU's memory, by its "
         "threads, and the device holds the layers' matrices in the dtype of the arithmetic; disk: the same, with the moments in "
         "files of memory.folder",
     )

@@ -18,7 +18,7 @@ class ObjectiveConfig:
         "kto: whether an answer is wanted; reward: a score of answers, from pairs; grpo: from rewards of its own answers; "
         "distill: what another model would say",
     )
-    loss: Literal["sigmoid", "ipo", "hinge"] = key("sigmoid", "dpo: what is made of the margin of a pair")
+    loss: Literal["sigmoid", "ipo", "hinge"] = key("sigmoid", "dpo: the loss of the margin of a pair")
     beta: float = key(
         0.1, "dpo, kto: how close to stay to the reference; orpo: weight of the odds; simpo: scale", above=0
     )
@@ -40,8 +40,8 @@ class ObjectiveConfig:
     undesirable_weight: float = key(1.0, "kto: weight of unwanted answers", least=0)
     stored: bool = key(
         False,
-        "dpo, distill: what the reference or the teacher says is beside the data, written by `shardwise data score`; no second "
-        "network is held",
+        "dpo, distill: the scores of the reference or the teacher are stored beside the data, by `shardwise data score`; no second "
+        "network is loaded",
     )
 
     teacher: str = key(

@@ -26,16 +26,18 @@ class ServeConfig:
         "auto", "of keys and values; auto: that of the arithmetic"
     )
     weights: Literal["auto", "bfloat16", "fp8", "int8", "int4"] = key(
-        "auto", "what matrices are kept in; auto: the dtype of the arithmetic, or what the folder holds"
+        "auto", "how matrices are stored; auto: the dtype of the arithmetic, or what the folder holds"
     )
     head: Literal["auto", "int8"] = key(
         "auto",
-        "what the head is kept in; auto: the dtype of the arithmetic; int8: half the bytes that a token by itself reads of it",
+        "how the head is stored; auto: the dtype of the arithmetic; int8: half the bytes that a token by itself reads of it",
     )
-    prefix_cache: bool = key(True, "keep pages of prompts that may come again, as long as there is room")
+    prefix_cache: bool = key(
+        True, "prefix cache: keep the pages of prompts for later requests, as long as there is room"
+    )
     preemption: Literal["recompute", "swap"] = key(
         "recompute",
-        "what happens to pages that are taken back: their tokens are computed again, or kept in the host's memory",
+        "what happens to pages that are taken back: their tokens are recomputed, or moved to the host's memory",
     )
     swap_gib: float = key(4.0, "swap: GiB of the host's memory for pages", least=0)
     invariant: bool = key(False, "the same bits for a request whatever else is in the batch, at some cost in speed")

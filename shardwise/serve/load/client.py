@@ -107,7 +107,7 @@ class Connection(asyncio.Protocol):
             async with asyncio.timeout(seconds):
                 await self._done
         except TimeoutError:
-            answer.error = f"no whole answer after {seconds:g} s"
+            answer.error = f"no complete answer after {seconds:g} s"
         finally:
             answer.ended = time.perf_counter()
             if self._answer is not None or not self._keeps:

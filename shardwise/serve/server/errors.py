@@ -53,7 +53,7 @@ def api_error(error: Exception) -> ApiError | None:
     if isinstance(error, UserError):
         return ApiError(400, str(error))
     if isinstance(error, QueueFull):
-        return ApiError(429, f"{error}; come again later", code="queue_full", retry_after=error.seconds)
+        return ApiError(429, f"{error}; retry later", code="queue_full", retry_after=error.seconds)
     if isinstance(error, Draining):
         return ApiError(503, str(error), code="shutting_down", retry_after=5)
     if isinstance(error, EngineFailed):

@@ -208,7 +208,7 @@ class Agent(SimpleElasticAgent):
     def _say_stopped(self) -> None:
         step = self.saved_step()
         saved = f"its last checkpoint is of step {step}" if step >= 0 else "it has no checkpoint yet"
-        print(f"told to stop: the run can go on later; {saved}", file=sys.stderr, flush=True)
+        print(f"stop requested: the run can be resumed; {saved}", file=sys.stderr, flush=True)
 
     def _failed(self, rank: int, code: int, why: str = "") -> RunResult:
         """One rank failed: end the others, report it, and start again or give up."""
@@ -228,7 +228,7 @@ class Agent(SimpleElasticAgent):
             self._record("gave up", rank=rank, why=message)
             self.code = 1
             return self._over()
-        going = f"going on from step {step}" if step >= 0 else "starting again"
+        going = f"going on from step {step}" if step >= 0 else "restarting from the beginning"
         again = f"{going} in {wait:.1f} s (restart {failures} of {limit})"
         print(f"warning: {message}; all ranks are stopped, {again}", file=sys.stderr, flush=True)
         self._record("failed", rank=rank, why=message)

@@ -181,7 +181,7 @@ class HeartbeatThread(threading.Thread):
             if self.parent is not None and os.getppid() != self.parent:
                 self._exit("the process that started the ranks is gone")
             if time.monotonic() > self.deadline():
-                self._exit("told to stop, but the last checkpoint was not written within train.save_deadline")
+                self._exit("stop requested, but the last checkpoint was not written within train.save_deadline")
             if self._over.wait(pause):
                 if file is not None:
                     os.close(file)
