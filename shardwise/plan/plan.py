@@ -165,11 +165,9 @@ def swap_notes(run: Run, job: Job) -> list[str]:
         return []
     link, on_disk = link_of(job), job.memory.activations == "disk"
     there, back = (link.disk, link.disk) if on_disk else (link.to_host, link.to_device)
-    place = "in files" if on_disk else "in the host's memory"
+    place = "to files" if on_disk else "to the host's memory"
     size = activations_away(planned_rank(run, 0)) / GIB
-    return [
-        f"{size:.1f} GiB of saved activations wait {place}: they leave at {there:.0f} and come back at {back:.0f} GB/s"
-    ]
+    return [f"{size:.1f} GiB of saved activations are offloaded {place}: {there:.0f} GB/s out, {back:.0f} GB/s back"]
 
 
 def notes_of(job: Job) -> list[str]:

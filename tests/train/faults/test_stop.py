@@ -122,8 +122,7 @@ def test_a_stop_while_modules_are_imported_is_one_sentence(tmp_path: Path, numbe
     time.sleep(0.2)
     os.killpg(process.pid, number) if group else process.send_signal(number)
     _, said = process.communicate(timeout=HANG_SECONDS)
-    assert (process.returncode, said) == (PREEMPTED, "stop requested before the first step: there is nothing to save
-")
+    assert (process.returncode, said) == (PREEMPTED, "stop requested before the first step: there is nothing to save\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
