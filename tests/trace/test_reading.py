@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import sys
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from hypothesis import strategies as st
 from profile_files import BASES, SPELLINGS, distributed, kernel, micro, read, span, text_of, write
 
 from shardwise.run.problems import UserError
+from shardwise.trace.reading import read as read_module
 from shardwise.trace.reading.profile import CODE, KIND_OF_CATEGORY, KINDS
 from shardwise.trace.reading.read import open_profiles
 from shardwise.trace.reading.records import LIMIT, nanoseconds
@@ -190,3 +195,45 @@ def test_codes_are_stable() -> None:
     """They are kept in caches; a change of them needs a new format of the cache."""
     assert dict(CODE) == {"cpu_op": 0, "annotation": 1, "runtime": 2, "kernel": 3, "copy": 4, "set": 5, "gpu_annotation": 6,
                           "sync": 7, "python": 8, "other": 9}  # fmt: skip
+
+
+class Garbage:
+    """Part of a cycle that only the collector frees; says in which process that happened."""
+
+    def __init__(self, file: Path) -> None:
+        self.me, self.file = self, file
+
+    def __del__(self) -> None:
+        with self.file.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+def collect_and_read(*args: Any, **keys: Any) -> Any:
+    gc.collect()
+    return plain_read(*args, **keys)
+
+
+plain_read = read_module._read
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
+def test_a_process_that_reads_does_not_free_what_its_parent_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is freed may be a process group, whose destructor waits for threads that a forked process does not have.
+    monkeypatch.setattr(read_module, "_read", collect_and_read)
+    monkeypatch.setattr(read_module, "_cores", lambda: 2)
+    paths = [
+        write(tmp_path / f"rank-{rank}.json", text_of([kernel("gemm", 1, 2)], distributed(rank, 2))) for rank in (0, 1)
+    ]
+    freed = tmp_path / "freed"
+    gc.disable()
+    try:
+        Garbage(freed)
+        found = open_profiles(paths)
+        assert not freed.exists()
+    finally:
+        gc.enable()
+    assert len(found.profiles) == 2
+    gc.collect()
+    assert freed.read_text().split() == [str(os.getpid())]

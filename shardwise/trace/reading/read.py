@@ -5,6 +5,7 @@ Any subset of ranks will do. What cannot be read is reported and left out; it is
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import re
@@ -13,9 +14,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -306,7 +307,7 @@ def _read_in_parallel(
     sizes = {path: _size(path) for path in paths}
     done, total = 0, sum(sizes.values())
     try:
-        with ProcessPoolExecutor(workers, _context()) as pool:
+        with _pool(workers) as pool:
             waiting = {pool.submit(_read, path, folder): path for path in sorted(paths, key=lambda p: -sizes[p])}
             for future in as_completed(waiting):
                 path = waiting.pop(future)
@@ -330,7 +331,7 @@ def _read(
         if size < _SPLIT_FROM:
             profile = read_profile(path, progress)
         else:
-            with ProcessPoolExecutor(1, _context()) as pool:
+            with _pool(1) as pool:
                 rest = pool.submit(read_rest, path, size // 2)
                 profile = read_profile(path, progress, SecondHalf(size // 2, lambda: _result(rest)))
     except NoProfile as e:
@@ -350,9 +351,18 @@ def _result(rest: Future[Rest | None]) -> Rest | None:
         return None
 
 
-def _context() -> BaseContext:
-    """Fork where possible: it takes a hundredth of the time of starting Python, and no other thread runs here yet."""
-    return multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+@contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that read, forked where possible: it takes a hundredth of the time of starting Python. This process may be a rank of
+    a job that just ended, and a fork has none of its threads: the destructor of a process group that a fork collects as garbage waits
+    for these forever. So what is here already is frozen, and forks do not collect it."""
+    gc.freeze()
+    try:
+        context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        with ProcessPoolExecutor(workers, context) as pool:
+            yield pool
+    finally:
+        gc.unfreeze()
 
 
 def _one_per_rank(profiles: list[Profile]) -> tuple[tuple[Profile, ...], list[str]]:
