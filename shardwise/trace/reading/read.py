@@ -353,9 +353,9 @@ def _result(rest: Future[Rest | None]) -> Rest | None:
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that read, forked where possible: it takes a hundredth of the time of starting Python. This process may be a rank of
-    a job that just ended, and a fork has none of its threads: the destructor of a process group that a fork collects as garbage waits
-    for these forever. So what is here already is frozen, and forks do not collect it."""
+    """Processes that read, forked where possible: it takes a hundredth of the time of starting Python. This process may be a rank
+    of a job that just ended, and a fork has none of its threads: the destructor of a process group that a fork collects as garbage
+    waits for these forever. So what is here already is frozen, and forks do not collect it."""
     gc.freeze()
     try:
         context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
