@@ -204,6 +204,7 @@ def test_a_plan_that_differs_is_told_by_all_microbatches(monkeypatch: pytest.Mon
 
 
 def test_long_work_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PAUSE", 1e9)
     with progress.progress_line() as say:
         say("short work says nothing")
         monkeypatch.setattr(progress, "PAUSE", 0.0)

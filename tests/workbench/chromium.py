@@ -122,10 +122,14 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def middle(self, selector: str) -> tuple[float, float]:
-        """Where the middle of an element is, scrolled into view."""
+        """Where the middle of an element is, scrolled into view, once it stands still for some frames: what comes late moves it."""
         box = self.js(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}}); "
-            "const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+            f"(async () => {{ const e = () => document.querySelector({json.dumps(selector)}); "
+            "const place = () => { const b = e().getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; }; "
+            "const frame = () => new Promise((done) => requestAnimationFrame(done)); "
+            "e().scrollIntoView({block: 'center'}); let last = place(); "
+            "for (let still = 0; still < 3; ) { await frame(); const now = place(); "
+            "still = String(now) === String(last) ? still + 1 : 0; last = now; } return last; })()"
         )
         return box[0], box[1]
 
