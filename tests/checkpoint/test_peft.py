@@ -27,7 +27,7 @@ from shardwise.train.step import TrainState
 # transformers computes norms and rotations in float32 whatever the model's dtype; GPT-2 has neither.
 CLOSE = {"gpt2": 1e-9, "qwen3": 1e-4, "llama": 1e-4, "deepseek": 1e-4}
 MODELS = {
-    "gpt2": cases.MODELS["tied"] | dict(kv_heads=4),
+    "gpt2": cases.MODELS["tied"] | dict(kv_heads=4, position_offset=0),
     "qwen3": cases.DENSE,
     "llama": cases.DENSE | dict(qk_norm=False),
     "deepseek": cases.MIXTURE | cases.LATENT | dict(kv_heads=0),
@@ -165,8 +165,11 @@ def test_what_peft_writes_is_read(tmp_path: Path) -> None:
             assert (model(tokens()).result - want).abs().max() < CLOSE["llama"] * want.abs().max()
 
 
-def test_it_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    state = begun(tmp_path, MODELS["deepseek"], dict(kind="dora", rank=4, targets=["q", "kv_down", "out"]))
+@pytest.mark.parametrize(
+    "adapter", [dict(kind="dora", targets=["q", "kv_down", "out"]), dict(kind="lora")], ids=["dora", "experts"]
+)
+def test_it_comes_back_bit_for_bit(tmp_path: Path, adapter: dict[str, Any]) -> None:
+    state = begun(tmp_path, MODELS["deepseek"], dict(rank=4) | adapter)
     source = saved(state, tmp_path / "run")
     to_peft(source, tmp_path / "peft")
     from_peft(tmp_path / "peft", tmp_path / "back", tmp_path / "base")
@@ -176,9 +179,84 @@ def test_it_comes_back_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(before.get(name), after.get(name)), name
 
 
+EXPERTS = {
+    "qwen3_moe": cases.MIXTURE | dict(shared_experts=0, router="softmax", qk_norm=True, dense_layers=1),
+    "mixtral": cases.MIXTURE | dict(shared_experts=0, router="softmax", dense_layers=0),
+    "deepseek": MODELS["deepseek"] | dict(dense_layers=1),
+}
+
+
+def of_transformers(folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    eager = dict(attn_implementation="eager", experts_implementation="eager")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **eager)
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "rank_stabilized"),
+    [
+        ("qwen3_moe", ["all"], True),
+        ("mixtral", ["q", "gate", "up", "down"], False),
+        ("deepseek", ["all"], False),
+        ("mixtral", ["up"], False),
+        ("mixtral", ["down"], False),
+    ],
+    ids=["qwen3_moe", "mixtral", "deepseek", "up alone", "down alone"],
+)
+def test_adapters_of_experts_are_those_of_peft(
+    tmp_path: Path, model: str, targets: list[str], rank_stabilized: bool
+) -> None:
+    """As peft loads them, stacked, with those of shared experts and dense layers beside them; and they come back."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: `pip install peft` brings this comparison")
+    adapter = dict(kind="lora", rank=4, alpha=6.0, targets=targets, rank_stabilized=rank_stabilized, dropout=0.1)
+    state = begun(tmp_path, EXPERTS[model], adapter)
+    source = saved(state, tmp_path / "run")
+    assert "dropout" in to_peft(source, tmp_path / "peft").notes[0]
+    theirs = of_transformers(tmp_path / "hf")
+    plain = theirs(tokens()).logits
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "peft")
+    network, want = state.parallel.models[0].eval(), theirs(tokens()).logits
+    with torch.no_grad():
+        assert (network(tokens()).result - want).abs().max() < 1e-4 * want.abs().max()
+    assert (plain - want).abs().max() > 1e-2 * want.abs().max()
+    from_peft(tmp_path / "peft", tmp_path / "back", tmp_path / "base")
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "back")
+    if targets != ["up"]:  # peft's one adapter of gate and up comes back as two
+        assert set(before.names) == set(after.names)
+        assert all(torch.equal(before.get(name), after.get(name)) for name in before.names)
+    with torch.no_grad():
+        found = load_model(tmp_path / "back")[0](tokens()).result
+        assert (found - want).abs().max() < 1e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        ("qwen3_moe", dict(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])),
+        ("mixtral", dict(target_modules=["q_proj", "w1", "w2", "w3"])),
+        ("mixtral", dict(target_modules=["o_proj"], target_parameters=["experts.down_proj"])),
+    ],
+    ids=["parameters", "modules of transformers 4", "down alone"],
+)
+def test_adapters_of_experts_that_peft_trained_are_read(tmp_path: Path, model: str, given: dict[str, Any]) -> None:
+    """Whose B has no zeros, and whose gate and up have one adapter, of its rank or of twice that of the others."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: `pip install peft` brings this comparison")
+    begun(tmp_path, EXPERTS[model] | dict(dense_layers=0), dict(kind="lora"))
+    settings = peft.LoraConfig(
+        r=3, lora_alpha=5, init_lora_weights=False, task_type="CAUSAL_LM", **dict(target_modules=[]) | given
+    )
+    theirs = peft.get_peft_model(of_transformers(tmp_path / "hf"), settings)
+    theirs.save_pretrained(tmp_path / "theirs")
+    from_peft(tmp_path / "theirs", tmp_path / "ours", tmp_path / "base")
+    network, _ = load_model(tmp_path / "ours")
+    with torch.no_grad():
+        want = theirs(tokens()).logits
+        assert (network(tokens()).result - want).abs().max() < 1e-4 * want.abs().max()
+
+
 def test_what_peft_has_otherwise_is_refused(tmp_path: Path) -> None:
-    state = begun(tmp_path, MODELS["deepseek"], dict(kind="lora", rank=4))
-    with pytest.raises(UserError, match="stacked experts"):
+    state = begun(tmp_path, MODELS["deepseek"], dict(kind="dora", rank=4))
+    with pytest.raises(UserError, match="no DoRA for stacked experts"):
         to_peft(saved(state, tmp_path / "run"), tmp_path / "peft")
     with pytest.raises(UserError, match="no adapters"):
         to_peft(tmp_path / "base", tmp_path / "peft")

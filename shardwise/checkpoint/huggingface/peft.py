@@ -1,8 +1,8 @@
 """Adapters in the form of `peft`: `adapter_config.json` and `adapter_model.safetensors`, read and written without it.
 
 Its tensors are named by the modules of the Hugging Face model. Where a family keeps the rows of a matrix in another order, so does
-B. What peft keeps otherwise is refused with a sentence: experts, which it adapts as one stack of gate and up, and the joined
-queries, keys and values of GPT-2.
+B. Stacked experts have a file of their own (`peft_experts.py`). What peft has not is refused with a sentence: DoRA on experts, and
+one of the joined queries, keys and values of GPT-2.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
+from math import isclose, sqrt
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,15 @@ from shardwise.checkpoint.adapters import adapter_shapes, base_of, fingerprint, 
 from shardwise.checkpoint.folder import checkpoint_folder, is_checkpoint
 from shardwise.checkpoint.format import RUN_FILE, read_header, read_json
 from shardwise.checkpoint.huggingface.convert import Conversion, check_free, from_hf, new_folder, write_json
+from shardwise.checkpoint.huggingface.peft_experts import (
+    STACKS,
+    Stack,
+    config_of,
+    padded,
+    pattern_of,
+    scale_of,
+    stacks_of,
+)
 from shardwise.checkpoint.huggingface.tensors import (
     Fused,
     FusedHeads,
@@ -47,10 +57,7 @@ MERGE = "`convert to-hf --merge` merges them"
 OTHER: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
     "layers_to_transform": (None,),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None,),
     "exclude_modules": (None, []),
 }
@@ -67,10 +74,22 @@ def to_peft(checkpoint: str | Path, out_dir: str | Path) -> Conversion:
     reader, shapes = open_checkpoint(source), adapter_shapes(run)
     if problems := compare_shapes(reader, shapes, reader.names):
         raise UserError(*problems)
-    entries, modules = [], set[str]()
+    entries, modules, beside = [], set[str](), set[str]()
+    stacks = stacks_of(run.model, run.adapter)
+    if stacks and run.adapter.kind == "dora":
+        raise UserError(Problem(f"peft has no DoRA for stacked experts; {MERGE}", "adapter.kind", str(source)))
+    for stack in stacks:
+        matrix = next(iter(stack.matrices.values()))
+        made = stack.shapes(stack.written_rank(run.adapter.rank))
+        for (name, shape), write in zip(made.items(), (stack.write_a, stack.write_b), strict=True):
+            dtype = reader.dtype(factors_of(matrix)[0])
+            entries.append(Entry(f"{PREFIX}{name}", dtype, shape, partial(write, reader)))
     for link in _links(run, str(source)):
         module = link.theirs[0].removesuffix(".weight")
-        modules.add(module.rpartition(".")[2])
+        if stacks and ".mlp." in module:  # without the number of the layer
+            beside.add(module.split(".", 3)[3])
+        else:
+            modules.add(module.rpartition(".")[2])
         for ours, theirs in _tensors(link, run.adapter):
             chunks = partial(_theirs, link, reader, ours, ours)
             entries.append(Entry(f"{PREFIX}{theirs}", reader.dtype(ours), shapes[ours], chunks))
@@ -81,8 +100,10 @@ def to_peft(checkpoint: str | Path, out_dir: str | Path) -> Conversion:
     with new_folder(out) as folder:
         total = write_weights(folder, entries, file_bytes=1 << 62)
         (folder / "model.safetensors").rename(folder / WEIGHTS)
-        write_json(folder / CONFIG, _config(run, sorted(modules), str(base_of(source, run))))
-    return Conversion(_called(run), sum(entry.bytes // entry.dtype.itemsize for entry in entries), total, ())
+        config = _config(run, sorted(modules), str(base_of(source, run)))
+        write_json(folder / CONFIG, config | config_of(stacks, beside, run.adapter))
+    notes = ("adapter.dropout, which peft has not where experts are adapted",) if stacks and run.adapter.dropout else ()
+    return Conversion(_called(run), sum(entry.bytes // entry.dtype.itemsize for entry in entries), total, notes)
 
 
 def from_peft(adapter_dir: str | Path, out_dir: str | Path, base: str | Path = "") -> Conversion:
@@ -111,11 +132,16 @@ def from_peft(adapter_dir: str | Path, out_dir: str | Path, base: str | Path = "
         run = run_from_dict(
             {"model": asdict(model), "adapter": asdict(adapter), "train": {"weights": str(final)}} | learns
         )
-        entries = []
+        entries, shapes = [], adapter_shapes(run)
         for link in _links(run, str(source)):
             for ours, theirs in _tensors(link, run.adapter):
-                chunks = partial(_ours, link, reader, theirs, ours)
-                entries.append(Entry(ours, reader.dtype(theirs), reader.shape(theirs), chunks))
+                chunks = partial(_ours, link, reader, theirs, ours, run.adapter.rank)
+                entries.append(Entry(ours, reader.dtype(theirs), shapes[ours], chunks))
+        for stack in stacks_of(run.model, run.adapter):
+            for part, matrix in stack.matrices.items():
+                for factor, ours in enumerate(factors_of(matrix)):
+                    chunks = partial(stack.part, reader, part, factor, run.adapter.rank)
+                    entries.append(Entry(ours, reader.dtype(stack.names()[factor]), shapes[ours], chunks))
         if scores:
             head = f"{SCORE}.weight"
             entries.append(Entry(HEAD, reader.dtype(head), reader.shape(head), partial(_whole, reader, head)))
@@ -140,7 +166,7 @@ def _links(run: Run, where: str) -> Iterator[Link]:
         asked = [f"layers.{layer}.attention.q.weight", *names] if like_gpt2(model) or is_neox(model) else names
         for link in links(model, dict.fromkeys(asked)):
             if isinstance(link, Stacked):
-                raise UserError(Problem(f"peft adapts stacked experts otherwise; {MERGE}", where=where))
+                continue
             if isinstance(link, Fused | FusedHeads) and len(link.ours) > 1:
                 if set(link.ours) & set(names):
                     raise UserError(
@@ -168,8 +194,10 @@ def _theirs(link: Link, reader: Reader, name: str, ours: str) -> Iterator[Tensor
     yield link.reordered(values, (2, link.rotated // 2)) if reorder else values  # type: ignore[attr-defined]
 
 
-def _ours(link: Link, reader: Reader, name: str, ours: str) -> Iterator[Tensor]:
+def _ours(link: Link, reader: Reader, name: str, ours: str, rank: int) -> Iterator[Tensor]:
     values = reader.get(name)
+    if ours.endswith((".A.weight", ".B.weight")):
+        values = padded(values, rank, dim=0 if ours.endswith(".A.weight") else 1)
     reorder = isinstance(link, Interleaved) and not ours.endswith(".A.weight")
     yield link.reordered(values, (link.rotated // 2, 2)) if reorder else values  # type: ignore[attr-defined]
 
@@ -221,6 +249,14 @@ def _read_config(source: Path) -> dict[str, Any]:
         for key, allowed in OTHER.items()
         if key in config and config[key] not in allowed
     ]
+    known = (*(f"experts.{name}" for name in STACKS), *STACKS)
+    others = [name for name in config.get("target_parameters") or () if not name.endswith((*known, "_proj.weight"))]
+    if others:
+        reason = f"names {', '.join(others)}; only {' and '.join(known[:2])} are read"
+        problems.append(Problem(reason, "target_parameters", where))
+    for key in ("rank_pattern", "alpha_pattern"):
+        if wrong := [name for name in config.get(key) or () if not name.endswith(tuple(STACKS))]:
+            problems.append(Problem(f"speaks of {', '.join(wrong)}; only experts may have their own", key, where))
     if problems:
         raise UserError(*problems)
     return config
@@ -240,6 +276,13 @@ def _adapter(config: dict[str, Any], model: ModelConfig, reader: Reader) -> Adap
             all_of.setdefault(leaf, set()).add(module)
             if f"{module}.lora_A.weight" in reader:
                 held.setdefault(leaf, set()).add(module)
+    stacks = _stacks(config, model, every, reader)
+    for stack in stacks_of(model, every):
+        for part in stack.matrices:
+            all_of.setdefault(part, set()).add(stack.matrices[part])
+    for stack in stacks:
+        for part in stack.matrices:
+            held.setdefault(part, set()).add(stack.matrices[part])
     where = str(reader.folder / WEIGHTS)
     if partly := [leaf for leaf in held if held[leaf] != all_of[leaf]]:
         raise UserError(Problem(f"adapts {', '.join(partly)} in some layers only, which is not read", where=where))
@@ -248,13 +291,41 @@ def _adapter(config: dict[str, Any], model: ModelConfig, reader: Reader) -> Adap
     adapter = replace(every, targets=tuple(name for name in MATRICES if name in held))
     run = Run(model=model, adapter=adapter)
     shapes, expected = adapter_shapes(run), dict[str, tuple[int, ...]]()
+    for stack in stacks:
+        expected |= stack.shapes(stack.rank(reader))
     for link in _links(run, where):
         expected |= {theirs: shapes[ours] for ours, theirs in _tensors(link, adapter)}
     if model.scores:
         expected[f"{SCORE}.weight"] = shapes[HEAD]
     if problems := compare_shapes(reader, expected, reader.names):
         raise UserError(*problems)
-    return adapter
+    return _of_one_rank(config, adapter, stacks, reader)
+
+
+def _stacks(config: dict[str, Any], model: ModelConfig, every: AdapterConfig, reader: Reader) -> list[Stack]:
+    """The stacks of experts that a config names, where their tensors are in the file."""
+    named = config.get("target_parameters") or ()
+    parts = [part for name, of in STACKS.items() if any(each.endswith(name) for each in named) for part in of]
+    found = stacks_of(model, replace(every, kind="lora", targets=tuple(parts))) if parts else []
+    return [stack for stack in found if set(stack.names()) <= set(reader.names)]
+
+
+def _of_one_rank(config: dict[str, Any], adapter: AdapterConfig, stacks: list[Stack], reader: Reader) -> AdapterConfig:
+    """The adapter with the rank of the widest: adapters of gate and up side by side have each half of theirs."""
+    where, scale = str(reader.folder / CONFIG), scale_of(config, adapter.rank, adapter.alpha)
+    for stack in stacks:
+        rank = pattern_of(config, "rank_pattern", stack.parameter, adapter.rank)
+        alpha = pattern_of(config, "alpha_pattern", stack.parameter, adapter.alpha)
+        if stack.rank(reader) != rank:
+            raise UserError(Problem(f"says rank {rank:g}, and {stack.path} has {stack.rank(reader)}", "r", where))
+        if not isclose(scale_of(config, int(rank), alpha), scale, rel_tol=1e-9):
+            raise UserError(
+                Problem(f"gives {stack.parameter} another scale, which is not read", "alpha_pattern", where)
+            )
+    side_by_side = all(stack.is_two(reader, adapter.rank) for stack in stacks if stack.rank(reader) != adapter.rank)
+    rank = adapter.rank if side_by_side else max(stack.rank(reader) for stack in stacks)
+    alpha = scale * (sqrt(rank) if adapter.rank_stabilized else rank)
+    return replace(adapter, rank=rank, alpha=adapter.alpha if rank == adapter.rank else alpha)
 
 
 @contextlib.contextmanager
