@@ -3,13 +3,18 @@ itself they are held in `tests/measure/test_memory.py` and `tests/parallel/test_
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from shardwise.plan.cost.job import job_of
 from shardwise.plan.plan import plan
-from shardwise.plan.trainer import saved
+from shardwise.plan.trainer import memory, saved
+from shardwise.plan.trainer.memory import memory_of, memory_that_fits
 from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
 from shardwise.plan.trainer.state import state_bytes
-from shardwise.plan.trainer.traffic import by_group
+from shardwise.plan.trainer.traffic import by_group, first_ranks, ledger, traffic
 from shardwise.run import Run, run_from_dict
 from shardwise.run.derive import shard_dim
 from shardwise.run.parameters import Parameter
@@ -102,3 +107,38 @@ def test_layers_that_save_alike_are_counted_as_if_each_were_written_down(
     few = [saved.saved(planned, stage) for stage in planned.stages]
     monkeypatch.setattr(saved, "FEW", 100)
     assert few == [saved.saved(planned, stage) for stage in planned.stages]
+
+
+ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "pipedream, one microbatch": (dict(pipeline=8, schedule="pipedream"), dict(clip=0.0, microbatch=16)),
+    "1f1b": (dict(shard=2, pipeline=4, recompute="budget", recompute_budget=0.001), {}),
+    "interleaved": (dict(shard=2, pipeline=4, schedule="interleaved", chunks=2, zero=3), {}),
+    "breadth-first": (dict(shard=2, pipeline=4, schedule="breadth-first", chunks=2, zero=1), {}),
+    "zb-v": (dict(shard=2, pipeline=4, schedule="zb-v", zero=2), {}),
+    "dualpipe-v": (dict(replicate=2, pipeline=4, schedule="dualpipe-v"), {}),
+    "bpipe": (dict(pipeline=8, schedule="bpipe"), {}),
+    "unequal stages": (dict(pipeline=4, shard=2, stages=[3, 6, 4, 3]), {}),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_ranks_that_are_counted_together_hold_and_send_what_each_does_alone(name: str) -> None:
+    layout, train = ALONE[name]
+    model = dict(layers=16, hidden=64, heads=8, ffn=128, vocab=256)
+    if layout.get("schedule") not in ("pipedream", "bpipe"):
+        model |= dict(experts=4, experts_per_token=2, dense_layers=3, expert_ffn=64)
+    settings = dict(seq_len=64, global_batch=16, microbatch=1, dtype="bfloat16") | train
+    run = run_from_dict(dict(model=model, layout=layout, train=settings, cluster=dict(chip="h100", nodes=1)))
+    ranks = list(first_ranks(run))
+    held = memory_of(run, job_of(run)).ranks
+    alone = [state_bytes(run, rank) for rank in ranks]
+    assert [one["parameters"] for one in held] == [float(one["parameters"]) for one in alone]
+    assert [one["optimizer"] for one in held] == [float(one["optimizer"]) for one in alone]
+    # A second run of the same kind, whose ranks share what they hold with those of the first, needs as much as it does alone.
+    other = replace(run, layout=replace(run.layout, recompute="full", recompute_budget=0.0))
+    after = memory_of(other, job_of(other)).ranks
+    memory._standing.cache_clear()
+    assert memory_of(other, job_of(other)).ranks == after
+    assert memory_that_fits(other, job_of(other)) == memory_of(other, job_of(other))
+    most = max((by_group(run, rank) for rank in ranks), key=lambda sent: sum(one.bytes for one in sent.values()))
+    assert traffic(run) == ledger(most)

@@ -19,6 +19,9 @@ from shardwise.plan.cost.rematerialization import within_budget
 from shardwise.run.compression import values_kept
 from shardwise.schedules import cached_schedule, peak_activations, rounds_to_play, versions_kept
 
+OWNERS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "buffers", "workspace")
+"""Whose bytes they are, in the order in which they are shown."""
+
 
 def states(job: Job, held: LocalNumel) -> dict[str, Number]:
     """Parameters, gradients and optimizer of a rank that holds these parameters before ZeRO shards them."""

@@ -178,13 +178,14 @@ class Fitting:
         Of a large space this is what screening takes for the front."""
         self._play(self.lean)
         found: list[FittingLayout] = []
+        share = LEAST_MEMORY if self.space.count <= PLAY_ALL else LEAST_MEMORY_OF_MANY
         timed = sorted(
             ((rounded_seconds(seconds), one) for one, seconds in self.played.items()), key=lambda one: one[0]
         )
         for seconds, same in groupby(timed, key=lambda one: one[0]):
             if found and seconds > SLOWER * found[0].seconds:
                 break
-            some = (one for _, one in same if not LEAST_MEMORY * one.memory >= LEANER * least or one in self._known)
+            some = (one for _, one in same if not share * one.memory >= LEANER * least or one in self._known)
             fits = [one for candidate in some if (one := self.fits(candidate, LEANER * least)) is not None]
             for one in sorted(fits, key=lambda one: one.memory.peak)[:1]:
                 if one.memory.peak < LEANER * least:

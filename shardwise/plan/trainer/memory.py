@@ -7,14 +7,16 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.ledger import Memory
 from shardwise.plan.cost.host import IN_FLIGHT
 from shardwise.plan.cost.job import Job, job_of
-from shardwise.plan.cost.memory import buffers, layer_activations, memory, moving, workspace
+from shardwise.plan.cost.memory import OWNERS, buffers, gathered_layers, layer_activations, memory, moving, workspace
 from shardwise.plan.trainer import muon, state
 from shardwise.plan.trainer.rank import PlannedRank, planned_rank
+from shardwise.plan.trainer.saved import Saved
 from shardwise.plan.trainer.traffic import first_ranks
 from shardwise.run import Run
 from shardwise.run.derive import chunks_loss, compiles, planned_on_gpu
@@ -23,44 +25,47 @@ from shardwise.run.sections.objective import FACTS
 
 def memory_of(run: Run, job: Job) -> Memory:
     """The memory of a run as this job: exact where this project's trainer runs it and its formulas know the run, else estimated."""
-    estimate = memory(job)
     if not _is_exact(run, job):
-        return estimate
-    return replace(estimate, ranks=_all_ranks(run, job, estimate, {}))
+        return memory(job)
+    ranks = _Ranks(run, job)
+    return Memory(tuple(map(ranks.at, first_ranks(run))), ranks.capacity)
 
 
 def memory_that_fits(run: Run, job: Job, most: float = math.inf) -> Memory | None:
     """The memory of a run as this job, or None where it is more than a device has, or than `most`. Ranks near the ends of the
     pipeline tell most of those that do not fit, in a fraction of the time that all ranks take."""
-    known: dict[tuple[object, ...], _Alike] = {}
-    if _is_exact(run, job):
-        ranks, limit = first_ranks(run), min(float(job.cluster.chip.memory) * (1.0 - job.headroom), most)
-        least = {"gathered": 0.0, "buffers": float(buffers(job))}
-        for rank in dict.fromkeys((ranks[min(1, len(ranks) - 1)], ranks[0], ranks[-1])):
-            place = planned_rank(run, rank)
-            if sum(_rank_memory(place, job, least, _known_alike(place, known)).values()) > limit:
-                return None
-        estimate = memory(job)
-        found = replace(estimate, ranks=_all_ranks(run, job, estimate, known))
-    else:
+    if not _is_exact(run, job):
         found = memory(job)
-    return found if found.fits and found.peak <= most else None
+        return found if found.fits and found.peak <= most else None
+    every, ranks = first_ranks(run), _Ranks(run, job)
+    known: dict[int, dict[str, float]] = {}
+    for rank in dict.fromkeys((every[min(1, len(every) - 1)], every[0], every[-1], *every)):
+        known[rank] = ranks.at(rank)
+        if sum(known[rank].values()) > min(ranks.capacity, most):
+            return None
+    return Memory(tuple(known[rank] for rank in every), ranks.capacity)
 
 
-def _all_ranks(
-    run: Run, job: Job, estimate: Memory, known: dict[tuple[object, ...], _Alike]
-) -> tuple[dict[str, float], ...]:
-    places = (planned_rank(run, rank) for rank in first_ranks(run))
-    each = zip(places, estimate.ranks, strict=True)
-    return tuple(_rank_memory(place, job, estimated, _known_alike(place, known)) for place, estimated in each)
+class _Ranks:
+    """The ranks of a run, counted one by one. Of the many of a long pipeline few differ in more than what is in flight."""
 
+    def __init__(self, run: Run, job: Job) -> None:
+        self.run, self.job = run, job
+        self.capacity = float(job.cluster.chip.memory) * (1.0 - job.headroom)
+        # The estimate has what these formulas do not know: the layers that ZeRO-3 gathers, and the buffers.
+        self.estimated = dict.fromkeys(OWNERS, 0.0) | {
+            "gathered": float(gathered_layers(job)),
+            "buffers": float(buffers(job)),
+        }
+        self.known: dict[tuple[object, ...], _Alike] = {}
 
-def _known_alike(place: PlannedRank, known: dict[tuple[object, ...], _Alike]) -> _Alike:
-    """Of the many ranks of a long pipeline few differ in more than what is in flight."""
-    kind = state.alike(place)
-    if kind not in known:
-        known[kind] = _alike(place)
-    return known[kind]
+    def at(self, rank: int) -> dict[str, float]:
+        """Bytes of one rank by owner."""
+        place = planned_rank(self.run, rank)
+        kind = state.alike(place)
+        if kind not in self.known:
+            self.known[kind] = _alike(place)
+        return _rank_memory(place, self.job, self.estimated, self.known[kind])
 
 
 def _is_exact(run: Run, job: Job) -> bool:
@@ -69,46 +74,74 @@ def _is_exact(run: Run, job: Job) -> bool:
 
 def _rank_memory(place: PlannedRank, job: Job, estimated: Mapping[str, float], same: _Alike) -> dict[str, float]:
     """Of one rank, by owner; of the estimate it takes the layers that ZeRO-3 gathers, and the buffers."""
-    run = place.run
-    owners = same.owners | {"activations": state.activations_at(place) * same.saved}
+    run, standing = place.run, same.standing
+    owners = standing.owners | {"activations": state.activations_at(place, same.saves) * same.saved}
     if run.layout.zero == 3 and run.layout.shard * run.layout.context > 1:
         # Besides, the layers of the moment; one that was prefetched is the first of them.
         first = max(place.prefetched_shard(stage) for stage in place.stages) * place.size("zero")
         owners["gathered"] = max(owners["gathered"] - first, 0.0) + estimated["gathered"]
     if run.memory.activations == "host":  # what is still on its way there when the forward pass ends
         owners["activations"] += min(state.activations_away(place), IN_FLIGHT)
-    owners["buffers"] = estimated["buffers"] + same.transposed
+    owners["buffers"] = estimated["buffers"] + standing.transposed
     owners = {**estimated, **owners}
-    updating = {name: value for name, value in (owners | same.updating).items() if name != "recompute"}
+    updating = owners | standing.updating
     owners = _peak(owners, run, same)
     owners = max(owners, updating, key=lambda moment: sum(moment.values()))
     owners["workspace"] = workspace(job, moving(owners))
     return owners
 
 
-class _Alike(NamedTuple):
-    """What ranks of one kind have in common."""
+class _Standing(NamedTuple):
+    """What a rank holds whatever it recomputes."""
 
     owners: dict[str, float]
-    saved: float
-    """Share of the saved activations that compiled layers really keep."""
     last_gradient: float
     """Bytes of the gradient that is made last."""
-    behind: float
-    """Bytes saved by layers behind the last one that is recomputed: freed when that one is."""
     transposed: float
     updating: dict[str, float]
     """What differs when the largest matrix is updated."""
 
 
-def _alike(place: PlannedRank) -> _Alike:
-    run, rank = place.run, place.rank
-    owners = state.owners(place)
-    saved = 1.0 - state.compiled_away(run, rank) if compiles(run, gpu=planned_on_gpu(run)) else 1.0
-    if owners["recompute"]:
-        owners["recompute"] += state.passing_gradients(run, rank)
+@lru_cache(maxsize=64)
+def _standing(run: Run, rank: int) -> _Standing:
+    """Remembered, because a search asks for many runs that differ in what is recomputed alone."""
+    place = planned_rank(run, rank)
+    stays = state.state_bytes(run, rank)
+    own = stays | dict(
+        gradients=state.peak_gradients(run, rank, stays["gradients"]),
+        gathered=state.gathered(run, rank) + state.made_for_gemms(place),
+        logits=state.logits(place),
+    )
+    owners = {owner: float(size) for owner, size in own.items()}
     last, transposed = state.last_gradient(run, rank), state.transposed_gradient(run, rank)
-    return _Alike(owners, saved, last, _saved_behind(place), transposed, _updating(owners, place))
+    return _Standing(owners, last, transposed, _updating(place, stays))
+
+
+class _Alike(NamedTuple):
+    """What ranks of one kind have in common."""
+
+    standing: _Standing
+    saves: tuple[Saved, ...]
+    """By stage."""
+    saved: float
+    """Share of the saved activations that compiled layers really keep."""
+    recomputed: float
+    """Bytes that the layer that is being recomputed holds for a moment."""
+    behind: float
+    """Bytes saved by layers behind the last one that is recomputed: freed when that one is."""
+
+
+def _alike(place: PlannedRank) -> _Alike:
+    run, rank, lay = place.run, place.rank, place.run.layout
+    # Compute copies are kept where nothing is recomputed; else that is all the same to what stands.
+    plain = dict(recompute="full", recompute_budget=0.0, recompute_operations=(), recompute_every=1)
+    stands = run if place.keeps_compute_copies else replace(run, layout=replace(lay, **plain))  # type: ignore[arg-type]
+    saves = state.saved_by_stages(place)
+    saved = 1.0 - state.compiled_away(run, rank) if compiles(run, gpu=planned_on_gpu(run)) else 1.0
+    recomputed = float(max(stage.recomputed for stage in saves))
+    if recomputed:
+        recomputed += state.passing_gradients(run, rank)
+    return _Alike(_standing(stands, rank), saves, saved, recomputed, _saved_behind(place))
 
 
 def _saved_behind(place: PlannedRank) -> float:
@@ -119,8 +152,14 @@ def _saved_behind(place: PlannedRank) -> float:
     behind = Counter(run.model.is_moe(number) for number, _ in (layers[recomputed[-1] + 1 :] if recomputed else []))
     if not behind:
         return 0.0
-    job = job_of(replace(run, layout=replace(run.layout, recompute="none")))
-    return sum(count * float(layer_activations(job, routed=routed)[0]) for routed, count in behind.items())
+    plain = replace(run, layout=replace(run.layout, recompute="none", recompute_budget=0.0))
+    return sum(count * _layer_saved(plain, routed) for routed, count in behind.items())
+
+
+@lru_cache(maxsize=64)
+def _layer_saved(run: Run, routed: bool) -> float:
+    """Bytes that a layer of a run saves, by the estimate; remembered, since every budget that is tried asks."""
+    return float(layer_activations(job_of(run), routed=routed)[0])
 
 
 def _peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:
@@ -129,14 +168,14 @@ def _peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:
     The loss's tensors are gone when a layer is recomputed, and so is what the layers behind it had saved. In a step of one
     microbatch gradients come only as the activations saved for them go.
     """
-    recomputed = owners.pop("recompute")
+    recomputed = same.recomputed
     if run.memory.hosts_optimizer:
-        return _hosted_peak(owners, run, same, recomputed)
+        return _hosted_peak(owners, run, same)
     if run.accumulation == 1 and run.layout.pipeline == 1:
         # Of a chunked loss the gradient of the head stays; of a whole one the probabilities, half of its tensors, go.
         in_chunks = chunks_loss(run, gpu=planned_on_gpu(run)) or FACTS[run.objective.kind].logprobs
         saved = owners["activations"] - (0.0 if in_chunks else owners["logits"] / 2)
-        made = max(owners["gradients"] - same.last_gradient, 0.0)
+        made = max(owners["gradients"] - same.standing.last_gradient, 0.0)
         moments = [
             owners | {"gradients": 0.0},
             owners | {"activations": saved - same.behind + recomputed, "logits": 0.0, "gradients": 0.0},
@@ -148,14 +187,14 @@ def _peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:
     return owners | {"activations": owners["activations"] + recomputed, "logits": 0.0}
 
 
-def _hosted_peak(owners: dict[str, float], run: Run, same: _Alike, recomputed: float) -> dict[str, float]:
+def _hosted_peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:
     """The same where gradients go to the host: the head's is gone when the last layer is recomputed. Then those of layers behind
     wait for their way, as many as may, while what these had saved is gone."""
     moved, m = state.hosted(run), run.model
     in_chunks = chunks_loss(run, gpu=planned_on_gpu(run))
     head = min(m.head_rows * m.hidden * 4.0, moved.largest) if in_chunks else owners["logits"] / 2
     layer = (moved.device - 2.0 * moved.largest) / m.layers
-    kept = owners["activations"] / m.layers
+    kept, recomputed = owners["activations"] / m.layers, same.recomputed
     waiting = max(IN_FLIGHT * (1.0 - kept / layer), 0.0) if m.layers * layer > IN_FLIGHT else 0.0
     moments = [
         owners | {"gradients": 0.0},
@@ -166,9 +205,8 @@ def _hosted_peak(owners: dict[str, float], run: Run, same: _Alike, recomputed: f
     return max(moments, key=lambda moment: sum(moment.values()))
 
 
-def _updating(owners: dict[str, float], place: PlannedRank) -> dict[str, float]:
+def _updating(place: PlannedRank, stays: Mapping[str, int]) -> dict[str, float]:
     """The moment when the largest matrix is updated: what the passes held is gone. AdamW needs nothing more then."""
     made = muon.update_bytes(place) if place.run.train.optimizer == "muon" else 0
     gone = dict.fromkeys(("activations", "logits", "gathered"), 0.0)
-    gradients = float(state.state_bytes(place.run, place.rank)["gradients"])
-    return gone | {"gradients": gradients, "optimizer": owners["optimizer"] + made}
+    return gone | {"gradients": float(stays["gradients"]), "optimizer": float(stays["optimizer"] + made)}

@@ -272,6 +272,14 @@ class PlannedRank:
         return tuple(sorted(own, key=lambda stage: stage.number % lay.distinct_stages))
 
     @cached_property
+    def kinds(self) -> tuple[tuple[bool, bool, int, int], ...]:
+        """Of each stage whether it is the first or the last, its layers, and how many of these are MoE layers, which come behind the
+        dense ones: stages that are equal in this hold the same."""
+        is_moe, has_moe = self.run.model.is_moe, bool(self.run.model.experts)
+        counts = (sum(map(is_moe, stage.layers)) if has_moe else 0 for stage in self.stages)
+        return tuple((s.first, s.last, len(s.layers), moe) for s, moe in zip(self.stages, counts, strict=True))
+
+    @cached_property
     def dry_stages(self) -> frozenset[int]:
         """Numbers of the stages that at some time before their last backward pass have no microbatch between their passes."""
         depth = dict.fromkeys((stage.number for stage in self.stages), 0)
@@ -290,7 +298,7 @@ class PlannedRank:
     @cached_property
     def moe_layers(self) -> int:
         """MoE layers of this rank."""
-        return sum(self.run.model.is_moe(layer) for stage in self.stages for layer in stage.layers)
+        return sum(moe for _, _, _, moe in self.kinds)
 
     @cached_property
     def recomputed(self) -> dict[int, frozenset[str]]:
@@ -369,13 +377,15 @@ class PlannedRank:
     ) -> Iterator[tuple[int, PlannedParameter]]:
         """Every parameter of this rank, or of some stages, those of like layers together with their count; `outer`: also those
         outside of the layers."""
-        stages = stages or self.stages
-        for moe in (False, True):
-            count = sum(self.run.model.is_moe(layer) == moe for stage in stages for layer in stage.layers)
+        whole, stages = not stages or stages == self.stages, stages or self.stages
+        layers = sum(len(stage.layers) for stage in stages)
+        routed = self.moe_layers if whole else sum(self.run.model.is_moe(n) for stage in stages for n in stage.layers)
+        for moe, count in ((False, layers - routed), (True, routed)):
             if count:
                 yield from ((count, parameter) for parameter in self.layer_parameters(moe))
         for stage in stages if outer else ():
-            yield from ((1, parameter) for parameter in self.outer_parameters(stage))
+            if stage.first or stage.last:
+                yield from ((1, parameter) for parameter in self.outer_parameters(stage))
 
 
 @lru_cache(maxsize=8)

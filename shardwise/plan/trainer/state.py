@@ -4,6 +4,7 @@ activations, which come and go with the schedule (tensor by tensor in `saved.py`
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.plan.cost.host import STEP_COUNT, HostBytes, device_width, gradients_in_flight, host_bytes
@@ -71,24 +72,14 @@ def known(run: Run) -> bool:
 
 
 def alike(planned: PlannedRank) -> tuple[object, ...]:
-    """Equal for the first ranks of two pipeline ranks that hold the same, but for how many microbatches are in flight."""
-    recomputed, is_moe = planned.recomputed, planned.run.model.is_moe
-    return tuple(
-        (stage.first, stage.last, tuple((is_moe(n), recomputed[n]) for n in stage.layers)) for stage in planned.stages
-    )
+    """Equal for the first ranks of two pipeline ranks that hold and recompute the same, but for how many microbatches are in
+    flight."""
+    return weight_versions(planned), planned.kinds
 
 
-def owners(planned: PlannedRank) -> dict[str, float]:
-    """Peak bytes of a rank by owner, without the activations, of those owners that these formulas know; and `recompute`, what the
-    layer that is being recomputed holds for a moment."""
-    run, rank = planned.run, planned.rank
-    own = state_bytes(run, rank) | dict(
-        gradients=peak_gradients(run, rank),
-        gathered=gathered(run, rank) + made_for_gemms(planned),
-        logits=_logits(planned) if planned.stages[-1].last else 0,
-        recompute=max(stage.recomputed for stage in _saved(planned).values()),
-    )
-    return {owner: float(size) for owner, size in own.items()}
+def saved_by_stages(planned: PlannedRank) -> tuple[Saved, ...]:
+    """What each stage of a rank saves of a microbatch under an even load."""
+    return tuple(_saved(planned).values())
 
 
 def made_for_gemms(planned: PlannedRank) -> int:
@@ -97,8 +88,10 @@ def made_for_gemms(planned: PlannedRank) -> int:
     return max(sizes, default=0) * planned.width
 
 
-def _logits(planned: PlannedRank) -> int:
-    """Bytes of the loss's own tensors beside those that it saves."""
+def logits(planned: PlannedRank) -> int:
+    """Bytes of the loss's own tensors beside those that it saves, where a rank has the loss."""
+    if not planned.stages[-1].last:
+        return 0
     rows = planned.vocabulary(planned.stages[-1]).shape[0]
     if planned.objective.scores:  # a number of each token
         return 2 * planned.tokens * planned.high_width
@@ -185,10 +178,10 @@ def activations(run: Run, rank: int) -> int:
     return activations_at(planned_rank(run, rank))
 
 
-def activations_at(planned: PlannedRank) -> int:
-    """The same of a rank that is planned already."""
+def activations_at(planned: PlannedRank, each: Sequence[Saved] = ()) -> int:
+    """The same of a rank that is planned already, where it may be known what each of its stages saves."""
     run = planned.run
-    saves = _saved(planned)
+    saves = {stage.number: one for stage, one in zip(planned.stages, each or saved_by_stages(planned), strict=True)}
     if len(planned.placement) == 1:
         return saves[0].whole
     whole, deferred, handed = ([0] * len(planned.placement) for _ in range(3))
@@ -298,19 +291,21 @@ def transposed_gradient(run: Run, rank: int) -> int:
     return max(sizes, default=0) * planned.width
 
 
-def peak_gradients(run: Run, rank: int) -> int:
-    """Peak bytes of gradients between two passes: unsharded ones where they are reduced once a step."""
+def peak_gradients(run: Run, rank: int, after: int | None = None) -> int:
+    """Peak bytes of gradients between two passes: unsharded ones where they are reduced once a step. It may be known how many there
+    are `after` all passes."""
     planned = planned_rank(run, rank)
     if run.memory.hosts_optimizer:
         return gradients_in_flight(hosted(run))
     once = run.layout.zero == 1 and run.stage_microbatches > 1
     if not planned.is_sharded or not (once or planned.splits_backward):
-        return state_bytes(run, rank)["gradients"]
-    unsharded, sharded, is_moe = dict[int, int](), dict[int, int](), run.model.is_moe
-    known: dict[tuple[bool, bool, int, int, bool], tuple[int, int]] = {}
-    for stage in planned.stages:
-        summed = _adds_up_deferred(planned, stage.number)
-        kind = (stage.first, stage.last, len(stage.layers), sum(map(is_moe, stage.layers)), summed)
+        return state_bytes(run, rank)["gradients"] if after is None else after
+    unsharded, sharded = dict[int, int](), dict[int, int]()
+    known: dict[tuple[object, bool], tuple[int, int]] = {}
+    adding = _add_up_deferred(planned) if planned.splits_backward else frozenset()
+    for stage, own_kind in zip(planned.stages, planned.kinds, strict=True):
+        summed = stage.number in adding
+        kind = (own_kind, summed)
         if kind not in known:
             own = [(count, p) for count, p in planned.parameters(stages=(stage,)) if p.learns]
             shards = (count * p.shard_numel(planned.sharding(p)[0]) for count, p in own)
@@ -335,11 +330,15 @@ def peak_gradients(run: Run, rank: int) -> int:
     return peak
 
 
-def _adds_up_deferred(planned: PlannedRank, stage: int) -> bool:
-    """Whether a stage has a backward pass after weight gradients of an earlier microbatch, which it adds up."""
-    kinds = [a.kind for a in planned.schedule.ranks[planned.index("pipeline")] if a.stage == stage and a.kind in "IBW"]
-    first = next((n for n, kind in enumerate(kinds) if kind in "BW"), len(kinds))
-    return any(kind in "IB" for kind in kinds[first + 1 :])
+def _add_up_deferred(planned: PlannedRank) -> frozenset[int]:
+    """Stages that have a backward pass after weight gradients of an earlier microbatch, which it adds up."""
+    deferred, adding = set[int](), set[int]()
+    for kind, stage, _ in planned.schedule.ranks[planned.index("pipeline")]:
+        if kind in "IB" and stage in deferred:
+            adding.add(stage)
+        if kind in "BW":
+            deferred.add(stage)
+    return frozenset(adding)
 
 
 def compiled_away(run: Run, rank: int) -> float:

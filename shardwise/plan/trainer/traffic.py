@@ -50,9 +50,23 @@ def traffic(run: Run, rank: int | None = None, moved: Mapping[int, Moved] | None
     dispatch and combine; without it the load is even.
     """
     if rank is None:
-        several = (by_group(run, candidate, moved) for candidate in first_ranks(run))
+        apart: dict[object, PlannedRank] = {}
+        for place in (PlannedRank(run, candidate) for candidate in first_ranks(run)):
+            apart.setdefault(_sends(place) if moved is None else place.rank, place)
+        several = (_by_group(place, moved) for place in apart.values())
         return ledger(max(several, key=lambda groups: sum(sent.bytes for sent in groups.values())))
     return ledger(by_group(run, rank, moved))
+
+
+def _sends(place: PlannedRank) -> tuple[object, ...]:
+    """Equal for the first ranks of two pipeline ranks that send the same: their stages hold the same, have as many neighbours on other
+    ranks, and `fully_shard` prefetches the same in vain. What BPipe hands over is each rank's own."""
+    home, number = place.placement, place.index("pipeline")
+    near = tuple(
+        sum(home[n] != number for n in (s.number - 1, s.number + 1) if 0 <= n < len(home)) for s in place.stages
+    )
+    dry = tuple(s.number in place.dry_stages for s in place.stages) if place.size("zero") > 1 else ()
+    return place.kinds, near, dry, number if place.run.layout.schedule == "bpipe" else -1
 
 
 def first_ranks(run: Run) -> range:
@@ -74,7 +88,11 @@ def ledger(groups: Groups) -> Traffic:
 
 def by_group(run: Run, rank: int, moved: Mapping[int, Moved] | None = None) -> Groups:
     """The same by process group, to the byte."""
-    wire = Wire(PlannedRank(run, rank), {})
+    return _by_group(PlannedRank(run, rank), moved)
+
+
+def _by_group(place: PlannedRank, moved: Mapping[int, Moved] | None) -> Groups:
+    run, rank, wire = place.run, place.rank, Wire(place, {})
     _passes(wire, moved)
     frozen, own = forward_passes(run)
     for _ in range(frozen):
