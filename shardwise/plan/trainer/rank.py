@@ -273,7 +273,7 @@ class PlannedRank:
 
     @cached_property
     def kinds(self) -> tuple[tuple[bool, bool, int, int], ...]:
-        """Of each stage whether it is the first or the last, its layers, and how many of these are MoE layers, which come behind the
+        """Of each stage whether it is the first or the last, its layers, and how many of these are MoE layers, which come after the
         dense ones: stages that are equal in this hold the same."""
         is_moe, has_moe = self.run.model.is_moe, bool(self.run.model.experts)
         counts = (sum(map(is_moe, stage.layers)) if has_moe else 0 for stage in self.stages)

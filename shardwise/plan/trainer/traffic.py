@@ -59,8 +59,8 @@ def traffic(run: Run, rank: int | None = None, moved: Mapping[int, Moved] | None
 
 
 def _sends(place: PlannedRank) -> tuple[object, ...]:
-    """Equal for the first ranks of two pipeline ranks that send the same: their stages hold the same, have as many neighbours on other
-    ranks, and `fully_shard` prefetches the same in vain. What BPipe hands over is each rank's own."""
+    """Equal for the first ranks of two pipeline ranks that send the same: their stages hold the same, have as many neighbours
+    on other ranks, and `fully_shard` prefetches the same in vain. What BPipe hands over is each rank's own."""
     home, number = place.placement, place.index("pipeline")
     near = tuple(
         sum(home[n] != number for n in (s.number - 1, s.number + 1) if 0 <= n < len(home)) for s in place.stages
