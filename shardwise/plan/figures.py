@@ -46,7 +46,7 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
     recomputed = [("recompute", *_rematerialized(best))] if lay.recompute == "optimal" else []
     return [
         ("model", run.model.preset or "custom", size),
-        ("devices", f"{lay.world} {chip}", f"{memory.capacity / GIB:.1f} GiB usable on each{_unfilled(best)}"),
+        ("devices", f"{lay.world:,} {chip}", f"{memory.capacity / GIB:.1f} GiB usable on each{_unfilled(best)}"),
         ("layout", sizes, ", ".join(extra)),
         ("memory", f"{memory.peak / GIB:.1f} GiB", f"on the fullest rank: {fits}"),
         *recomputed,

@@ -154,7 +154,7 @@ def timeline_body(data: dict[str, Any], legend: str) -> str:
     label = escape(f"Timeline, {counted(sum(bool(row['label']) for row in data['rows']), 'rank')}")
     return (
         '<div class="timeline"><div class="tools"><button value="0.5">+</button><button value="2">−</button>'
-        '<button value="all">whole</button>'
+        '<button value="all">all</button>'
         "<span>drag to move, double-click or Ctrl + wheel to zoom, point to read</span></div>"
         f'<canvas tabindex="0" role="img" aria-label="{label}" style="height:{height}px"></canvas>{legend}'
         "<noscript><p>The timeline needs JavaScript, which this page contains.</p></noscript>"
