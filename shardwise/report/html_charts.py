@@ -311,5 +311,7 @@ def _rect(x: float, y: float, wide: float, high: float, color: str, tip: str) ->
 
 def _svg(high: float, label: str, drawn: Sequence[str]) -> str:
     """A chart as wide as the page, which scrolls where that is too narrow for its words; `label` is for screen readers."""
-    head = f'<div class="scroll"><svg class="chart" viewBox="0 0 {WIDE} {high}" role="img" aria-label="{escape(label)}">'
+    head = (
+        f'<div class="scroll"><svg class="chart" viewBox="0 0 {WIDE} {high}" role="img" aria-label="{escape(label)}">'
+    )
     return f"{head}{''.join(drawn)}</svg></div>"

@@ -59,12 +59,10 @@ def drawn(axis: str) -> str:
     parts: list[str] = []
     at = _memory(parts, 18, {"1 rank": alone, "each of 4": split})
     step = words.seconds(split.account.step_seconds)
-    at = _timeline(parts, at + 14, f"a step as planned on four H100s: {step}", planned)
+    at = _timeline(parts, at + 14, f"one planned step on four H100s: {step}", planned)
     if recorded is not None:
         spans = tuple(Span(rank, *rest) for rank, *rest in recorded["spans"])
-        title = (
-            f"a step as four processes on {recorded['cores']} CPU cores made it: {words.seconds(recorded['seconds'])}"
-        )
+        title = f"one recorded step of four processes on {recorded['cores']} CPU cores: {words.seconds(recorded['seconds'])}"
         at = _timeline(parts, at + 14, title, Timeline(spans, recorded["seconds"]))
         seen |= {pick.kind_of(span): colors.of_span(span) for span in spans}
     at = _legend(parts, at + 12, [(name.replace("_", " "), color) for name, color in seen.items()])
@@ -80,7 +78,7 @@ def _text(x: float, y: float, text: str, kind: str = "") -> str:
 
 def _memory(parts: list[str], at: int, plans: dict[str, Plan]) -> int:
     """A bar of each plan's fullest rank by owner; returns where the picture goes on."""
-    parts.append(_text(0, at, "memory of the fullest rank as planned, without the driver's", ' class="b"'))
+    parts.append(_text(0, at, "planned memory of the fullest rank, without the CUDA context", ' class="b"'))
     bars = {name: max(each.account.memory.ranks, key=lambda rank: sum(rank.values())) for name, each in plans.items()}
     owners = [owner for owner in OWNERS if owner != "workspace" and any(bar.get(owner, 0) for bar in bars.values())]
     most = max(sum(bar.get(owner, 0) for owner in owners) for bar in bars.values())
