@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -249,6 +250,17 @@ def flight_record() -> str:
     return dump(True, False) if dump is not None else "{}"
 
 
+def gloo_group(store: Any, rank: int, size: int, connect: timedelta, timeout: timedelta) -> dist.ProcessGroup:
+    """A group, on gloo, of processes without a common world, which `new_group` needs. They must meet within `connect`."""
+    kind = dist.ProcessGroup.BackendType.GLOO
+    backend = dist.ProcessGroupGloo(store, rank, size, connect)
+    backend._set_default_timeout(timeout)
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    return group
+
+
 def group_named(name: str) -> Any:
     """The process group of that name: operators take names, which a compiled graph can hold."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
@@ -369,32 +381,20 @@ def sharded_parameters(module: Any) -> Iterator[ShardedParameter]:
     group = module._get_fsdp_state()._fsdp_param_group
     for parameter in group.fsdp_params if group is not None else ():
         info = parameter._module_info
-        yield ShardedParameter(
-            info.module,
-            info.param_name,
-            tuple(parameter._orig_size),
-            parameter._sharded_local_tensor,
-            parameter._init_extensions,
-            partial(_allocate_shard, parameter),
-        )
+        named = info.module, info.param_name, tuple(parameter._orig_size), parameter._sharded_local_tensor
+        yield ShardedParameter(*named, parameter._init_extensions, partial(_allocate_shard, parameter))
 
 
 def _allocate_shard(parameter: Any, device: torch.device) -> Tensor:
     """`fully_shard` would pad a shard that is not as long as others, and pin an offloaded one, by copies that it makes in the first
     pass, when optimizers hold the shard already: so the memory is made as it wants it."""
     host = parameter.offload_to_cpu
-    padded = torch.empty(
-        parameter.padded_sharded_param_size,
-        dtype=parameter.sharded_param.dtype,
-        device="cpu" if host else device,
-        pin_memory=host and parameter.pin_memory,
-    )
-    dim = parameter.fsdp_placement.dim
-    length = parameter.sharded_size[dim]
+    size, dtype, pin = parameter.padded_sharded_param_size, parameter.sharded_param.dtype, host and parameter.pin_memory
+    padded = torch.empty(size, dtype=dtype, device="cpu" if host else device, pin_memory=pin)
+    length = parameter.sharded_size[dim := parameter.fsdp_placement.dim]
     padded.narrow(dim, length, padded.shape[dim] - length).zero_()
     shard = padded.narrow(dim, 0, length)
     parameter._sharded_param_data = padded.view(-1)
-    learns = parameter.sharded_param.requires_grad
-    parameter.sharded_param = nn.Parameter(parameter.to_sharded_dtensor(shard), requires_grad=learns)
+    parameter.sharded_param = nn.Parameter(parameter.to_sharded_dtensor(shard), parameter.sharded_param.requires_grad)
     parameter._setattr_on_modules(parameter.sharded_param)
     return shard

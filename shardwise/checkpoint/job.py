@@ -58,7 +58,7 @@ def check_same_data(checkpoint: Path, before: object, now: str) -> None:
 
 def check_folder(run: Run, out: Path) -> None:
     """Raise if a run may not use a folder, before any rank starts: it is no run folder, in use, or of another job."""
-    _lock(run, out).release()
+    lock_folder(run, out).release()
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def hold_folder(run: Run, out: Path, mesh: Mesh, log: Callable[[str], None]) -> 
     problem: UserError | None = None
     if mesh.rank == 0:
         try:
-            lock = _lock(run, out)
+            lock = lock_folder(run, out)
         except UserError as e:
             problem = e
     refused, _ = gather(mesh, str(problem or ""))
@@ -83,7 +83,7 @@ def hold_folder(run: Run, out: Path, mesh: Mesh, log: Callable[[str], None]) -> 
             lock.release()
 
 
-def _lock(run: Run, out: Path) -> FolderLock:
+def lock_folder(run: Run, out: Path) -> FolderLock:
     """The lock of a folder that a run may use."""
     if out.is_dir() and not (out / RUN_FILE).exists() and not (out / LOCK).exists():
         foreign = sorted(path.name for path in out.iterdir() if path.name not in _BEFORE_THE_RUN)

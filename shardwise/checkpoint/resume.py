@@ -62,7 +62,7 @@ def resume(
     folder = _choose(out, state.mesh, log, progress)
     if folder is None:
         return None
-    check_same_job(folder, state.run)
+    check_same_job(folder, state.job)
     manifest = read_manifest(folder)
     check_same_data(folder, manifest.state.get("data"), fingerprint)
     if state.run.adapter.used:

@@ -96,7 +96,7 @@ class Saver:
             more=dict(more or {}),
             **self._weights_below(state.run),
         )
-        description = Description(state.run, state.step, counters, self.tokenizer)
+        description = Description(state.job, state.step, counters, self.tokenizer)
         draft = draft_of_step(self.out, state.step, self.attempt)
         self._pending = pending = _Pending(description, draft, shards, began)
 

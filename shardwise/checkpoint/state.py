@@ -55,6 +55,8 @@ class State(Protocol):
     """What of a run in progress a checkpoint saves and restores. `train.step.TrainState` is one."""
 
     run: Run
+    job: Run
+    """What a checkpoint is of: the run, or where this is one replica of it, the run on its ranks."""
     mesh: Mesh
     device: torch.device
     step: int

@@ -25,17 +25,20 @@ from shardwise.parallel.compress.exchange import gradient_of
 from shardwise.parallel.compress.quantized import PendingReduction, Quantized
 from shardwise.parallel.gradients import all_reduce_together
 from shardwise.parallel.local_parameter import LocalParameter, local
-from shardwise.parallel.mesh import Mesh
+from shardwise.run import LayoutConfig
 from shardwise.run.compression import fragment_of, is_due
 
 
 @dataclass
-class _Sent:
+class Sent:
     """The outer gradients of a fragment on their way."""
 
     due: int | None
     """The step behind which they are needed; not known of those that a checkpoint held."""
     gradients: list[Tensor]
+    """This replica's own, and the sums when they have arrived."""
+    replicas: int
+    """How many replicas' are in the sums."""
     flat: Tensor | None = None
     work: dist.Work | None = None
     quantized: PendingReduction | None = None
@@ -44,9 +47,11 @@ class _Sent:
 class Outer:
     """The outer optimizer of this rank's parameters."""
 
-    def __init__(self, parameters: Sequence[LocalParameter], mesh: Mesh) -> None:
-        self.layout, self.parameters = mesh.layout, [h for h in parameters if not h.entry.frozen]
-        self.group = mesh.group("replicate")
+    def __init__(
+        self, parameters: Sequence[LocalParameter], layout: LayoutConfig, group: dist.ProcessGroup | None
+    ) -> None:
+        self.layout, self.group = layout, group
+        self.parameters = [h for h in parameters if not h.entry.frozen]
         learned = [(n, h) for n, h in enumerate(parameters) if not h.entry.frozen]
         self.shards = {n: local(h.parameter.detach()) for n, h in learned}
         self.shards = {n: shard for n, shard in self.shards.items() if shard.numel()}
@@ -55,7 +60,8 @@ class Outer:
         self.fragments: list[list[int]] = [[] for _ in range(self.layout.sync_fragments)]
         for n in self.shards:
             self.fragments[fragment_of(parameters[n].name, self.layout.sync_fragments)].append(n)
-        self.underway: dict[int, _Sent] = {}
+        self.underway: dict[int, Sent] = {}
+        self.asked: Tensor | None = None  # whether a rank of this replica was asked to stop since replicas spoke
         self.restart()
 
     @torch.no_grad()
@@ -87,6 +93,17 @@ class Outer:
             return True
         return any(is_due(step, f, lay.sync_fragments, lay.sync_every) for f in range(lay.sync_fragments))
 
+    def sync(self, step: int, last: bool, stop: Tensor) -> Tensor:
+        """Exchange what is due behind a step, and what this replica's ranks were asked. Returns whether any rank of any replica was
+        asked to stop, which they learn when they speak."""
+        self.asked = stop if self.asked is None else self.asked + stop
+        self.step(step, last)
+        if not (last or self.speaks(step)):
+            return torch.zeros_like(stop)
+        asked, self.asked = self.asked, None
+        dist.all_reduce(asked, group=self.group)
+        return asked
+
     @torch.no_grad()
     def step(self, step: int, last: bool) -> None:
         """Exchange what is due behind a step, counted from 1; everything where it is the `last`."""
@@ -99,7 +116,7 @@ class Outer:
             if last and f in self.underway:
                 self._apply(f, last)
             if last or is_due(step, f, lay.sync_fragments, lay.sync_every):
-                self._send(f, step)
+                self._send(f, step, last)
             if f in self.underway:
                 sent = self.underway[f]
                 due = self._due(f, step) if sent.due is None else sent.due
@@ -118,22 +135,29 @@ class Outer:
     @torch.no_grad()
     def settle(self) -> dict[int, Tensor]:
         """What is underway, waited for, so that a checkpoint can hold it: sums over replicas by the index of the parameter."""
-        every = ((f, self._arrived(sent)) for f, sent in self.underway.items())
-        return {n: total for f, sums in every for n, total in zip(self.fragments[f], sums, strict=True)}
+        every = ((f, self._arrived(sent), sent.replicas) for f, sent in self.underway.items())
+        return {
+            n: total if replicas == self.layout.replicate else total * (self.layout.replicate / replicas)
+            for f, sums, replicas in every
+            for n, total in zip(self.fragments[f], sums, strict=True)
+        }
 
     def receive(self, arriving: dict[int, Tensor]) -> None:
         """What was underway when a checkpoint was made."""
         self.underway = {
-            f: _Sent(None, [arriving[n] for n in numbers])
+            f: Sent(None, [arriving[n] for n in numbers], self.layout.replicate)
             for f, numbers in enumerate(self.fragments)
             if numbers and numbers[0] in arriving
         }
 
-    def _send(self, fragment: int, step: int) -> None:
+    def _gradients(self, fragment: int) -> list[Tensor]:
+        return [self.anchors[n] - self.shards[n] for n in self.fragments[fragment]]
+
+    def _send(self, fragment: int, step: int, last: bool) -> None:
         numbers, lay = self.fragments[fragment], self.layout
         if not numbers or self.group is None:
             return
-        sent = _Sent(step + lay.sync_overlap, [self.anchors[n] - self.shards[n] for n in numbers])
+        sent = Sent(step + lay.sync_overlap, self._gradients(fragment), lay.replicate)
         if lay.compress == "none":
             sent.flat = torch.cat([g.flatten() for g in sent.gradients])
             sent.work = dist.all_reduce(sent.flat, group=self.group, async_op=True)
@@ -141,7 +165,7 @@ class Outer:
             sent.quantized = Quantized(lay.compress, self.group, sent.gradients).start(sent.gradients)
         self.underway[fragment] = sent
 
-    def _arrived(self, sent: _Sent) -> list[Tensor]:
+    def _arrived(self, sent: Sent) -> list[Tensor]:
         """The sums over replicas."""
         if sent.work is not None and sent.flat is not None:
             sent.work.wait()
@@ -155,8 +179,9 @@ class Outer:
 
     def _apply(self, fragment: int, last: bool) -> None:
         lay, sent = self.layout, self.underway.pop(fragment)
-        for n, total in zip(self.fragments[fragment], self._arrived(sent), strict=True):
-            mean = total.div_(lay.replicate)
+        sums = self._arrived(sent)
+        for n, total in zip(self.fragments[fragment], sums, strict=True):
+            mean = total.div_(sent.replicas)
             anchor, shard = self.anchors[n], self.shards[n]
             if lay.outer_optimizer == "average":
                 anchor.sub_(mean)

@@ -53,6 +53,18 @@ def check_here(run: Run, environment: RankEnvironment | None) -> None:
 def check_world(run: Run, environment: RankEnvironment | None) -> None:
     """Refuse a run that needs other ranks than were started."""
     needed = run.layout.world
+    if run.layout.sync_elastic:
+        needed //= run.layout.replicate
+        reason = ""
+        if environment is not None and not environment.has_agent:
+            by = environment.launcher or "its launcher"
+            reason = f"restarts replicas one by one, and {by} knows all ranks or none: start the run by `shardwise train` alone"
+        elif run.cluster.nodes > 1:
+            reason = (
+                f"has its replicas started by one command, on one machine, and cluster.nodes is {run.cluster.nodes}"
+            )
+        if reason:
+            raise UserError(Problem(reason, key="layout.sync_elastic"))
     if environment is not None and environment.world_size != needed:
         axes = ("replicate", "shard", "context", "tensor", "pipeline")
         sizes = " x ".join(f"{axis} {getattr(run.layout, axis)}" for axis in axes)
@@ -176,6 +188,10 @@ def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
     from shardwise.checkpoint.folder import complete, step_of
     from shardwise.train.faults.agent import Agent
 
+    if run.layout.sync_elastic:
+        from shardwise.train.faults.replicas import Replicas
+
+        return Replicas(run, out, arguments).execute()
     local = ranks_here(run)
 
     def arguments_for(world: int) -> list[str]:

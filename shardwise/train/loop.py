@@ -10,6 +10,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from shardwise.report.words import clock
 from shardwise.run import AXES, Problem, Run, UserError, to_toml
 from shardwise.train import cuda_graph, tune_gemms
 from shardwise.train.display import PlainDisplay, Progress, make_display
+from shardwise.train.elastic import Elastic, SharedMetrics
 from shardwise.train.faults.guard import History
 from shardwise.train.faults.monitor import FaultMonitor, RollBack
 from shardwise.train.faults.stop import Preempted
@@ -56,16 +58,20 @@ def train(run: Run, out: Path, has_agent: bool = False, open_source: OpenSource 
     """Train the run into the folder `out`, resuming from its newest checkpoint if there is one. Every rank calls this; `has_agent`
     when the process that started it records failures. Raises `Preempted` when told to stop, after saving."""
     source = open_source(run)
-    mesh = Mesh(run.layout, choose_device(run.train.device).type)
+    elastic = Elastic.here(run)
+    mesh = Mesh((run if elastic is None else elastic.run).layout, choose_device(run.train.device).type)
     with (
         make_display(quiet=mesh.rank > 0) as display,
-        hold_folder(run, out, mesh, display.log),
-        FaultMonitor(run, out, mesh.rank, has_agent) as monitor,
+        hold_folder(run, out, mesh, display.log) if elastic is None else nullcontext(),
+        FaultMonitor(run, out, mesh.rank if elastic is None else elastic.rank, has_agent) as monitor,
     ):
+        if elastic is not None:
+            monitor.records = lambda: elastic.first
+            elastic.members.note = lambda: monitor.note_bytes(1)
         excluded: list[int] = []
         while True:
             try:
-                _attempt(run, out, source, mesh, monitor, display, excluded)
+                _attempt(run, out, source, mesh, elastic, monitor, display, excluded)
                 return
             except RollBack as bad:
                 monitor.detach()
@@ -75,26 +81,34 @@ def train(run: Run, out: Path, has_agent: bool = False, open_source: OpenSource 
 
 
 def _attempt(
-    run: Run, out: Path, source: Source, mesh: Mesh, monitor: FaultMonitor, display: PlainDisplay, excluded: list[int]
+    run: Run,
+    out: Path,
+    source: Source,
+    mesh: Mesh,
+    elastic: Elastic | None,
+    monitor: FaultMonitor,
+    display: PlainDisplay,
+    excluded: list[int],
 ) -> None:
     """From the newest checkpoint to the last step, leaving out the batches that earlier attempts found bad."""
-    train_state = TrainState(run, mesh)
-    resumed = resume(train_state, out, source.fingerprint, display.log, monitor.note_bytes)
-    if resumed is None:
-        load_weights(train_state, source.tokenizer, display.log, monitor.note_bytes)
-    else:
-        train_state.history = History(**resumed.more)
+    train_state = TrainState(run, mesh, elastic)
+    joins = elastic is not None and elastic.begin(train_state)
+    begun = joins or _restore(train_state, out, source, monitor, display)
     train_state.history.excluded = sorted({*train_state.history.excluded, *excluded})
     if train_state.reference is not None:
         train_state.reference.read(display.log, monitor.note_bytes)
-    _introduce(train_state, source, display, resumed is not None)
+    _introduce(train_state, source, display, begun)
     if train_state.step >= run.train.steps:
         display.log(f"{out} is trained to step {train_state.step} already; raise train.steps to go on")
         return
-    metrics = None
+    metrics: Metrics | SharedMetrics | None = None
     if mesh.rank == 0:
-        _write_run(run, out, begun=resumed is not None, log=display.log)
-        metrics = Metrics(out, run, display.log, resumed_step=train_state.step)
+        if monitor.records() and not joins:
+            _write_run(run, out, begun=begun, log=display.log)
+        if elastic is None:
+            metrics = Metrics(out, run, display.log, resumed_step=train_state.step)
+        else:
+            metrics = SharedMetrics(elastic, out, display.log, None if joins else train_state.step)
         dropped = dict(steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
         monitor.event("repeat", heard=metrics.last_written, **dropped)
     saver = Saver(out, mesh, source.tokenizer, source.fingerprint, display.log, monitor.note_bytes)
@@ -105,7 +119,7 @@ def _attempt(
     began, step_before, tokens_before = time.perf_counter(), train_state.step, train_state.tokens
     try:
         _steps(train_state, source, metrics, saver, display, monitor)
-        _finish(train_state, metrics, saver, display, monitor)
+        _write_end(train_state, source, metrics, saver, display, monitor)
     except RollBack:
         saver.finish()
         raise
@@ -118,6 +132,18 @@ def _attempt(
     took = clock(time.perf_counter() - began)
     since = f" since step {step_before}, {train_state.tokens:,} in all" if step_before else ""
     display.log(f"trained {train_state.tokens - tokens_before:,} tokens in {took}{since}; everything is in {out}")
+
+
+def _restore(train_state: TrainState, out: Path, source: Source, monitor: FaultMonitor, display: PlainDisplay) -> bool:
+    """Take up the newest checkpoint, or the weights that the run starts from; returns whether there was a checkpoint."""
+    resumed = resume(train_state, out, source.fingerprint, display.log, monitor.note_bytes)
+    if resumed is None:
+        load_weights(train_state, source.tokenizer, display.log, monitor.note_bytes)
+        if train_state.outer is not None:
+            train_state.outer.restart()
+    else:
+        train_state.history = History(**resumed.more)
+    return resumed is not None
 
 
 def _write_run(run: Run, out: Path, begun: bool, log: Callable[[str], None]) -> None:
@@ -136,7 +162,7 @@ def _write_run(run: Run, out: Path, begun: bool, log: Callable[[str], None]) -> 
 def _steps(
     train_state: TrainState,
     source: Source,
-    metrics: Metrics | None,
+    metrics: Metrics | SharedMetrics | None,
     saver: Saver,
     display: PlainDisplay,
     monitor: FaultMonitor,
@@ -156,23 +182,73 @@ def _steps(
         if compared is not None and metrics is not None:
             slowest = dict(slowest=compared.slowest, slowest_ratio=compared.ratio)
             metrics.record(step=step, compute_seconds=compared.seconds, **slowest)
-        if evaluates and not stop:
-            with monitor.phase("evaluation", done="evaluated"):
-                records, sentence = source.evaluate()
-            if metrics is not None:
-                metrics.record(step=step, **records)
-            display.log(f"step {step}: {sentence}")
-        if saves_now or stop:
-            with monitor.phase("saving", done="saved"):
-                source.before_saving()
-                saver.save(train_state, asdict(train_state.history))
+        elastic = train_state.elastic
+        if elastic is not None:
+            elastic.after_step(train_state, metrics)
+            if last or stop:  # one of the replicas writes what remains
+                return
+        writes = elastic is None or elastic.members.writes
+        if evaluates and not stop and writes:
+            _evaluate(train_state, source, metrics, display, monitor)
+        if (saves_now or stop) and writes:
+            _save(train_state, source, saver, monitor)
         if stop and not last:
             return
         step_log.restart_clock()
 
 
+def _evaluate(
+    train_state: TrainState,
+    source: Source,
+    metrics: Metrics | SharedMetrics | None,
+    display: PlainDisplay,
+    monitor: FaultMonitor,
+) -> None:
+    with monitor.phase("evaluation", done="evaluated"):
+        records, sentence = source.evaluate()
+    if metrics is not None:
+        metrics.record(step=train_state.step, **records)
+    display.log(f"step {train_state.step}: {sentence}")
+
+
+def _save(train_state: TrainState, source: Source, saver: Saver, monitor: FaultMonitor) -> None:
+    with monitor.phase("saving", done="saved"):
+        source.before_saving()
+        saver.save(train_state, asdict(train_state.history))
+
+
+def _write_end(
+    train_state: TrainState,
+    source: Source,
+    metrics: Metrics | SharedMetrics | None,
+    saver: Saver,
+    display: PlainDisplay,
+    monitor: FaultMonitor,
+) -> None:
+    """Write what remains behind the last step, or behind the one after which the run was told to stop. Of replicas that come and go
+    one does, and the others wait for it."""
+    elastic, last = train_state.elastic, train_state.step == train_state.run.train.steps
+    if elastic is not None:
+        if not elastic.members.finish():
+            if not last:
+                raise Preempted("told to stop; another replica has saved")
+            return
+        if last and train_state.run.train.eval_every:
+            _evaluate(train_state, source, metrics, display, monitor)
+        _save(train_state, source, saver, monitor)
+    try:
+        _finish(train_state, metrics, saver, display, monitor)
+    finally:
+        if elastic is not None:
+            elastic.members.finished()
+
+
 def _finish(
-    train_state: TrainState, metrics: Metrics | None, saver: Saver, display: PlainDisplay, monitor: FaultMonitor
+    train_state: TrainState,
+    metrics: Metrics | SharedMetrics | None,
+    saver: Saver,
+    display: PlainDisplay,
+    monitor: FaultMonitor,
 ) -> None:
     """Wait for the last checkpoint, tried again where it is the run's end; then report the whole run."""
     train, step = train_state.run.train, train_state.step
@@ -210,7 +286,11 @@ class _StepLog:
     otherwise the GPU would idle until the next launch. All steps are read before anything that depends on them."""
 
     def __init__(
-        self, train_state: TrainState, metrics: Metrics | None, display: PlainDisplay, monitor: FaultMonitor
+        self,
+        train_state: TrainState,
+        metrics: Metrics | SharedMetrics | None,
+        display: PlainDisplay,
+        monitor: FaultMonitor,
     ) -> None:
         self.train_state, self.metrics, self.display, self.monitor = train_state, metrics, display, monitor
         run = train_state.run
@@ -241,7 +321,8 @@ class _StepLog:
         return stop
 
     def _read(self, result: StepResult, tokens: int, figures: dict[str, Any]) -> bool:
-        run = self.train_state.run
+        run, elastic = self.train_state.run, self.train_state.elastic
+        replicas = 1 if elastic is None else elastic.members.count
         loss, grad_norm, stop = result.read()
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
@@ -256,7 +337,7 @@ class _StepLog:
                 grad_norm=grad_norm,
                 lr=result.learning_rate,
                 tokens=tokens,
-                tokens_per_s=run.batch_tokens / seconds,
+                tokens_per_s=run.batch_tokens * replicas / seconds,
                 seconds=seconds,
                 mfu=self.flops / seconds / self.peak,
                 memory_gib=round(memory / 2**30, 3),
@@ -273,7 +354,7 @@ class _StepLog:
                 loss=loss,
                 grad_norm=grad_norm,
                 learning_rate=result.learning_rate,
-                tokens_per_s=run.batch_tokens / self.pace,
+                tokens_per_s=run.batch_tokens * replicas / self.pace,
                 mfu=self.flops / self.pace / self.peak,
                 memory=memory,
                 seconds_left=self.pace * (run.train.steps - result.step),
@@ -285,7 +366,8 @@ class _StepLog:
 
 
 def _introduce(train_state: TrainState, source: Source, display: PlainDisplay, resumed: bool) -> None:
-    run, count = train_state.run, parameters(train_state.run.model)
+    run = train_state.job if train_state.elastic is None else train_state.elastic.whole
+    count = parameters(run.model)
     active = f" ({count.active:,} active)" if count.active != count.total else ""
     display.log(
         f"{run.name}: {count.total:,} parameters{active}, {run.train.dtype} on {_ranks(run, train_state)}, "
@@ -293,6 +375,10 @@ def _introduce(train_state: TrainState, source: Source, display: PlainDisplay, r
         + (f" in {run.accumulation} microbatches" if run.accumulation > 1 else "")
     )
     display.log(source.describe())
+    if train_state.elastic is not None:
+        display.log(
+            f"replica {train_state.elastic.place.replica} of {train_state.elastic.layout.replicate}, on its share of that"
+        )
     if resumed:
         display.log(f"going on from step {train_state.step}")
 

@@ -78,7 +78,7 @@ class TokenSource:
 
 def batches(samples: Samples, train_state: TrainState, last: int) -> Iterator[Batch]:
     """This rank's batches of the steps still to come, each read in the background while the one before is computed."""
-    size = train_state.run.train.global_batch
+    size = train_state.job.train.global_batch
 
     def read(step: int) -> Batch:
         number = train_state.history.batch_of(step)

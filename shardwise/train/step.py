@@ -26,6 +26,7 @@ from shardwise.parallel.apply import apply
 from shardwise.parallel.asynchronous import AsynchronousPipeline
 from shardwise.parallel.compress.exchange import Exchange
 from shardwise.parallel.gradients import reduce_partial_gradients
+from shardwise.parallel.members import ElasticOuter
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch
 from shardwise.parallel.outer import Outer
@@ -35,6 +36,7 @@ from shardwise.run import Run
 from shardwise.run.derive import forward_passes
 from shardwise.run.sections.objective import FACTS, facts_of
 from shardwise.train import asynchronous
+from shardwise.train.elastic import Elastic
 from shardwise.train.faults.guard import History
 from shardwise.train.faults.recheck import check_repeatable, passes_twice
 from shardwise.train.microbatches import cut, on_device, stream_of
@@ -63,7 +65,11 @@ class Tuning(Protocol):
 class TrainState:
     """A model being trained: this rank's part of it, its optimizer, the loss scale, step and tokens, and the history of steps."""
 
-    def __init__(self, run: Run, mesh: Mesh | None = None) -> None:
+    def __init__(self, run: Run, mesh: Mesh | None = None, elastic: Elastic | None = None) -> None:
+        """`elastic` on a rank of a replica that may leave and rejoin the run."""
+        self.elastic, self.job = elastic, run  # the job is what a checkpoint is of
+        if elastic is not None:
+            run, self.job = elastic.run, elastic.job
         self.run = run
         self.device = choose_device(run.train.device)
         torch.manual_seed(run.train.seed)
@@ -81,8 +87,10 @@ class TrainState:
             self.optimizer.host.watch(self.parallel.models)
         self.exchange: Exchange | None = None  # of replicas that compress their gradients
         self.outer: Outer | None = None  # of replicas that rarely speak
-        if run.layout.replicate > 1 and run.layout.sync_every > 1:
-            self.outer = Outer(self.parallel.parameters, self.mesh)
+        if elastic is not None:
+            self.outer = ElasticOuter(self.parallel.parameters, elastic.layout, elastic.members)
+        elif run.layout.replicate > 1 and run.layout.sync_every > 1:
+            self.outer = Outer(self.parallel.parameters, run.layout, self.mesh.group("replicate"))
         elif run.layout.replicas_apart and run.layout.replicate > 1:
             self.exchange = Exchange(self.parallel.parameters, self.mesh, run.train)
         self.checks_overflow = self.dtype == torch.float16
@@ -96,7 +104,6 @@ class TrainState:
                 AdaptersOff(self.parallel) if own else Reference(reference_run(run), self.mesh, self.device)
             )
         self.as_one = False  # whether replicas that rarely speak still do, in this step
-        self.asked: Tensor | None = None  # whether a rank of this replica was asked to stop since replicas spoke
         self.step = 0
         self.tokens = 0
         self.history = History()
@@ -121,6 +128,7 @@ class TrainState:
 
     def samples(self, indices: np.ndarray) -> np.ndarray:
         """This rank's share of the samples of a step."""
+        indices = indices if self.elastic is None else self.elastic.share(indices)
         return np.split(indices, self.run.layout.data_ranks)[self.mesh.data_index]
 
     def train_step(
@@ -152,7 +160,7 @@ class TrainState:
             self.objective.weigh_auxiliary(counted()[0])
         loss = passes_twice(self, batch) if recheck else (self.replay or self.passes)(batch)
         self.step += 1
-        self.tokens += self.run.batch_tokens
+        self.tokens += self.run.batch_tokens * (1 if self.elastic is None else self.elastic.members.count)
         own_square = self._exchange_gradients(counted)
         with phase("clip"):
             square = self.optimizer.squared_norm(self.device) if own_square is None else own_square
@@ -291,7 +299,8 @@ class TrainState:
 
     def _dropout_keys(self, rows: int, length: int) -> np.ndarray:
         """A random number of each token, by the seed, the step, the sample in the global batch and the place in it."""
-        first = self.mesh.data_index * rows
+        replica = 0 if self.elastic is None else self.elastic.place.replica
+        first = (replica * self.run.layout.data_ranks + self.mesh.data_index) * rows
         places = np.arange(first * length, (first + rows) * length).reshape(rows, length)
         step = np.random.default_rng((self.run.train.seed, self.step)).integers(-(2**62), 2**62)
         return mix64(mix64(torch.from_numpy(places)) ^ int(step)).numpy()
@@ -363,15 +372,8 @@ class TrainState:
             if self.outer is not None:
                 self.outer.step(self.step, last=False)
             return stop
-        self.asked = stop if self.asked is None else self.asked + stop
         with self.observers.phase("gradients"):
-            last = self.step == self.run.train.steps
-            self.outer.step(self.step, last)
-            if not (last or self.outer.speaks(self.step)):
-                return torch.zeros_like(stop)
-            asked, self.asked = self.asked, None
-            dist.all_reduce(asked, group=self.mesh.group("replicate"))
-        return asked
+            return self.outer.sync(self.step, self.step == self.run.train.steps, stop)
 
     def _norm_and_factor(self, square: Tensor, count: Tensor, clips: bool = True) -> tuple[Tensor, Tensor]:
         """The norm of the gradients, and the factor on them that divides by the objective's count, removes the loss scale and clips

@@ -47,6 +47,7 @@ LATENT = ("model.attention=latent", "model.kv_rank=8", "model.nope_dim=8", "mode
 MIXTURE = ("model.experts=4", "model.experts_per_token=1")
 TOPK = ("layout.compress=topk", "layout.replicate=2")
 OPTIMAL = ("layout.recompute=optimal", "layout.recompute_budget=1")
+ELASTIC = "layout.sync_elastic=true"
 RARELY = ("layout.replicate=2", "layout.sync_every=4")
 QUANTIZED = ("layout.compress_weights=int8", "layout.shard=2")
 DUALPIPE = ["layout.pipeline=2", "layout.schedule=dualpipe"]
@@ -139,6 +140,16 @@ ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmu
         ([*TOPK, "layout.compress_frozen=true"], "layout.compress_warmup", "there is none"),
         ([*TOPK, "layout.compress_warmup=2", "layout.compress_frozen=true", "train.optimizer=muon"], "layout.compress_frozen",
          "train.optimizer is muon"),
+        (["layout.sync_elastic=true"], "layout.sync_elastic", "none can be missed"),
+        ([*RARELY, ELASTIC, "layout.compress_warmup=2"], "layout.compress_warmup", "a run of their own"),
+        ([*RARELY, ELASTIC, "layout.sync_fragments=2", "layout.sync_overlap=2"], "layout.sync_overlap", "underway"),
+        ([*RARELY, ELASTIC, "train.checkpoint_every=6"], "train.checkpoint_every", "a multiple of 4"),
+        ([*RARELY, ELASTIC, "train.elastic=true"], "train.elastic", "use one of the two"),
+        (
+            [*RARELY, ELASTIC, "layout.pipeline=2", "layout.schedule=pipedream"],
+            "layout.schedule",
+            "always has steps underway",
+        ),
         ([*RARELY, "layout.offload=true"], "layout.sync_every", "on the host"),
         ([*RARELY, "train.dtype=float16"], "layout.sync_every", "one loss scale"),
         ([*RARELY, "train.guard=rollback"], "layout.sync_every", "decided by all"),

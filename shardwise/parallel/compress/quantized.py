@@ -43,7 +43,7 @@ class PendingReduction:
 
     def __init__(self, codec: Codec, group: dist.ProcessGroup, tensors: list[Tensor], states: list[State]) -> None:
         self.codec, self.group, self.tensors, self.states = codec, group, tensors, states
-        numels, ranks = [t.numel() for t in tensors], dist.get_world_size(group)
+        numels, ranks = [t.numel() for t in tensors], group.size()
         self.share, self.work = share_of_blocks(numels, ranks), None
         self.added = False
         if not self.share:
@@ -59,10 +59,10 @@ class PendingReduction:
         if self.added or not self.share:
             return
         self._wait()
-        codec, dtype, mine = self.codec, self.blocks.dtype, dist.get_rank(self.group)
+        codec, dtype, mine = self.codec, self.blocks.dtype, self.group.rank()
         own = slice(mine * self.share, (mine + 1) * self.share)
         total = torch.zeros_like(self.blocks[own])
-        for part in self.arrived.chunk(dist.get_world_size(self.group)):
+        for part in self.arrived.chunk(self.group.size()):
             total += from_bytes(codec, part, dtype)
         # Padding has a sign as well.
         total *= torch.arange(BLOCK, device=total.device) < self.counts[own, None]

@@ -20,8 +20,12 @@ def _sync_rules(run: Run) -> Iterator[Rule]:
         yield Rule(every == 1 and value > least, f"layout.{name}", ("layout.sync_every",), partial(
             "{} has no meaning while layout.sync_every is 1: replicas communicate in every step".format, value
         ))
+    yield Rule(every == 1 and lay.sync_elastic, "layout.sync_elastic", ("layout.sync_every",),
+               lambda: "has no meaning while layout.sync_every is 1: replicas speak in every step, and none can be missed")
     if every == 1:
         return
+    if lay.sync_elastic:
+        yield from _elastic_rules(run)
     yield Rule(lay.replicate == 1, "layout.sync_every", ("layout.replicate",),
                lambda: f"{every} steps between exchanges of replicas, and layout.replicate is 1")
     yield Rule(lay.sync_fragments > every, "layout.sync_fragments", ("layout.sync_every",),
@@ -46,6 +50,31 @@ def _sync_rules(run: Run) -> Iterator[Rule]:
     ))
     yield Rule(run.objective.kind == "grpo", "layout.sync_every", ("objective.kind",),
                lambda: "goes with learning from fixed data: the answers of grpo are made by all replicas together")
+
+
+def _elastic_rules(run: Run) -> Iterator[Rule]:
+    """What `layout.sync_elastic` asks of the rest."""
+    lay, train, every = run.layout, run.train, run.layout.sync_every
+    yield Rule(lay.compress_warmup > 0, "layout.compress_warmup", ("layout.sync_elastic",), lambda: (
+        "lets replicas train as one, and with layout.sync_elastic any of them may leave; train these steps in a run of their own, "
+        "and begin with its weights (train.weights)"
+    ))
+    apart = every // max(1, lay.sync_fragments)
+    yield Rule(0 < apart <= lay.sync_overlap, "layout.sync_overlap", ("layout.sync_fragments", "layout.sync_elastic"), lambda: (
+        f"{lay.sync_overlap} steps underway, and the next fragment is due after {apart}: a replica that rejoins "
+        "(layout.sync_elastic) does so when nothing is underway; give fewer"
+    ))
+    between = train.checkpoint_every % every
+    yield Rule(between > 0, "train.checkpoint_every", ("layout.sync_every", "layout.sync_elastic"), lambda: (
+        f"with layout.sync_elastic a checkpoint is of one replica, made where all have spoken: use a multiple of {every} "
+        "(layout.sync_every)"
+    ))
+    yield Rule(lay.asynchronous, "layout.schedule", ("layout.sync_elastic",), lambda: (
+        f"{lay.schedule} always has steps underway, and a replica that rejoins (layout.sync_elastic) needs one that has none"
+    ))
+    yield Rule(train.elastic, "train.elastic", ("layout.sync_elastic",), lambda: (
+        "plans another layout where ranks are missing, and layout.sync_elastic goes on without them; use one of the two"
+    ))
 
 
 def _shard_rules(run: Run) -> Iterator[Rule]:

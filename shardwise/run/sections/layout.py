@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -105,6 +105,10 @@ class LayoutConfig:
         0, "sync_every: steps that an exchange may take while training goes on; what arrives is mixed in", least=0
     )
     sync_mix: float = key(0.5, "sync_overlap: share of the replica's own weights in that mixture", least=0, most=1)
+    sync_elastic: bool = key(
+        False,
+        "sync_every: replicas may come and go; one that dies is left out of the exchanges, and rejoins with the state of another",
+    )
 
     auto: bool = key(
         False,
@@ -116,6 +120,12 @@ class LayoutConfig:
     def replicas_apart(self) -> bool:
         """Whether replicas exchange gradients by themselves, behind the passes, and not through PyTorch's wrappers."""
         return self.compress != "none" or self.sync_every > 1
+
+    @property
+    def one_replica(self) -> LayoutConfig:
+        """What one replica is, where each is a world of its own."""
+        alone = dict(replicate=1, sync_every=1, sync_fragments=1, sync_overlap=0, sync_elastic=False, compress="none")
+        return replace(self, **alone)  # type: ignore[arg-type]
 
     @property
     def asynchronous(self) -> bool:

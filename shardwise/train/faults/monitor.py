@@ -40,6 +40,7 @@ class FaultMonitor:
 
     def __init__(self, run: Run, out: Path, rank: int, has_agent: bool) -> None:
         self.run, self.out, self.rank, self.has_agent = run, out, rank, has_agent
+        self.records: Callable[[], bool] = lambda: rank == 0  # whether this rank records what happens
         self.stop = StopRequest()
         self.heartbeat = HeartbeatThread(out / "logs", rank, run.layout.world, run.train.hang_seconds)
         self.heartbeat.deadline = self._deadline
@@ -71,7 +72,7 @@ class FaultMonitor:
         self.heartbeat.actions_done = lambda: len(pipeline.executed)
         self.heartbeat.groups = lambda: group_progress(mesh, pipeline, time.time_ns())
         self.stragglers = Stragglers(
-            self.run.train.compare_every, train_state.device, train_state.dtype, self.run.layout.world, self.rank
+            self.run.train.compare_every, train_state.device, train_state.dtype, mesh.layout.world, mesh.rank
         )
         self.stop.begin()
         self.event("training", step=train_state.step)
@@ -87,8 +88,8 @@ class FaultMonitor:
         self.heartbeat.bytes_done += count
 
     def event(self, what: str, **values: Any) -> None:
-        """Record what happened; the first rank does it for all."""
-        if self.rank == 0:
+        """Record what happened; one rank does it for all."""
+        if self.records():
             record_event(self.out, what, **values)
 
     @contextmanager

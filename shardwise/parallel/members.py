@@ -1,0 +1,249 @@
+"""The replicas that take part in an exchange, where replicas come and go (`layout.sync_elastic`): this rank's side of it.
+
+Each replica is a world of its own, so that ranks of others can die without it. Who takes part is agreed with the coordinator of the
+command (`train/faults/coordinator.py`), which every rank asks over a connection of its own: a line of JSON there and one back. The
+sums themselves travel over gloo, in a group of the members that is made anew when these change. A member that dies makes the group
+fail; then all say so, and repeat the exchange without it. Nothing is applied before the coordinator knows that everybody has the
+sums. Traffic: that of the exchange, by way of the host's memory, and some hundred bytes to the coordinator.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from shardwise.parallel.compress.quantized import Quantized
+from shardwise.parallel.local_parameter import LocalParameter
+from shardwise.parallel.outer import Outer, Sent
+from shardwise.run import LayoutConfig
+from shardwise.torch_private import gloo_group
+
+CONNECT = timedelta(seconds=60)
+"""Within which members of a group that are all alive must have met."""
+MEETING = 0.2
+"""Seconds between two questions whether they are."""
+PAUSE = 1.0
+"""Seconds between two signs that a rank waits, and does not hang."""
+REPLICA = "SHARDWISE_REPLICA"
+"""The variable that tells a rank its replica, and where to ask."""
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands among replicas that come and go."""
+
+    replica: int
+    start: int
+    """How often the replica was started before."""
+    rank: int
+    """Within the replica."""
+    address: str
+    port: int
+    """Of the coordinator."""
+    store: int
+    """The port of the store where groups meet."""
+
+    def to_variable(self) -> str:
+        """For the environment of the rank."""
+        return json.dumps(vars(self))
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> Place | None:
+        """From the environment of a rank; None where replicas do not come and go."""
+        return Place(**json.loads(environment[REPLICA])) if REPLICA in environment else None
+
+
+class Members:
+    """What this rank knows of the members, and its connection to the coordinator. One thread asks at a time."""
+
+    def __init__(self, place: Place, timeout: float) -> None:
+        self.place, self.timeout = place, timedelta(seconds=timeout)
+        self.note: Callable[[], object] = lambda: None
+        """Called while this rank waits for others: whoever waits for somebody does not hang."""
+        self.era = self.round = 0
+        self.count = 0
+        """Replicas that are members."""
+        self.writes = False
+        """Whether this replica writes for all of them."""
+        self.store = TCPStore(place.address, place.store, is_master=False, timeout=self.timeout)
+        self._socket = socket.create_connection((place.address, place.port))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._socket.settimeout(PAUSE)
+        self._read = b""
+        self._group: tuple[int, dist.ProcessGroup | None] = (-1, None)
+
+    def ask(self, what: str, **values: Any) -> Answer:
+        """Ask the coordinator, and wait for what it decides."""
+        who = dict(replica=self.place.replica, start=self.place.start, rank=self.place.rank)
+        self._socket.sendall(json.dumps(dict(what=what, **who, **values)).encode() + b"\n")
+        while b"\n" not in self._read:
+            try:
+                more = self._socket.recv(1 << 16)
+            except TimeoutError:
+                self.note()
+                continue
+            if not more:
+                raise ConnectionError("the coordinator of the replicas has closed the connection")
+            self._read += more
+        line, _, self._read = self._read.partition(b"\n")
+        answer: Answer = json.loads(line)
+        if "refused" in answer:
+            raise ConnectionError(f"the coordinator of the replicas says: {answer['refused']}")
+        return answer
+
+    def begin(self) -> Answer:
+        """Take part from now on: as one of those that begin the run together, or by the state of another."""
+        answer = self.ask("begin")
+        self.era, self.round = answer["era"], answer["round"]
+        self.adopt(answer)
+        return answer
+
+    def adopt(self, answer: Answer) -> None:
+        """Go by what was decided from this step on, as all ranks of the replica do."""
+        self.count, self.writes = len(answer["members"]), answer["writer"] == self.place.replica
+
+    def add_up(self, gradients: Sequence[Tensor], method: str, step: int, last: bool, stop: bool) -> Answer:
+        """Add these up over all members, in place; returns what was decided, with the number of those added up."""
+        own = [g.clone() for g in gradients]
+        answer = self.ask("arrive", round=self.round, step=step, last=last, stop=stop)
+        while True:
+            members: list[int] = answer["members"]
+            problem = ""
+            try:
+                _add_up(gradients, method, self._group_of(members, answer["generation"]))
+            except (RuntimeError, dist.DistError) as e:  # somebody has left; closing ours lets the others see it
+                self._group = (-1, None)
+                problem = str(e)
+            answer = self.ask("vote", round=self.round, ok=not problem, problem=problem[:200])
+            if answer["commit"]:
+                self.round = answer["round"]
+                return answer | dict(added=len(members))
+            for gradient, before in zip(gradients, own, strict=True):
+                gradient.copy_(before)
+
+    def _group_of(self, members: list[int], generation: int) -> dist.ProcessGroup | None:
+        if self._group[0] != generation:
+            self._group = (generation, None)  # lets go of the last one first
+            if len(members) > 1:
+                name = f"{self.era}/{generation}/{self.place.rank}"
+                index = members.index(self.place.replica)
+                store = PrefixStore(name, self.store)
+                made = self._meet(members, lambda: gloo_group(store, index, len(members), CONNECT, self.timeout))
+                self._group = (generation, made)
+        return self._group[1]
+
+    def _meet(self, others: Sequence[int], make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+        """Make a group with other replicas. Gloo waits for one that has died until its time is up; here a thread does, and is left
+        alone with it as soon as the coordinator knows."""
+        made: Future[dist.ProcessGroup] = Future()
+
+        def work() -> None:
+            try:
+                made.set_result(make())
+            except BaseException as e:
+                made.set_exception(e)
+
+        threading.Thread(target=work, name="meeting", daemon=True).start()
+        while True:
+            try:
+                return made.result(MEETING)
+            except TimeoutError:
+                if made.done():
+                    raise RuntimeError("the members of a group did not meet") from None
+                self.note()
+                if not set(others) <= set(self.ask("there")["members"]):
+                    raise RuntimeError("a member has left before the group was made") from None
+
+    def give(self, name: str) -> dist.ProcessGroup:
+        """A group of two, with the rank that takes this one's state."""
+        store = PrefixStore(f"{name}/{self.place.rank}", self.store)
+        return gloo_group(store, 0, 2, CONNECT, self.timeout)
+
+    def take(self, name: str, source: int) -> dist.ProcessGroup:
+        """The same on the other side."""
+        store = PrefixStore(f"{name}/{self.place.rank}", self.store)
+        return self._meet([source], lambda: gloo_group(store, 1, 2, CONNECT, self.timeout))
+
+    def finish(self) -> bool:
+        """Behind the last step: whether this replica is to write what remains. The others wait until that is done, and one of them
+        does it where the writer dies."""
+        return bool(self.ask("finish")["write"])
+
+    def finished(self) -> None:
+        """It is written."""
+        self.ask("finished")
+
+
+@torch.no_grad()
+def _add_up(gradients: Sequence[Tensor], method: str, group: dist.ProcessGroup | None) -> None:
+    """The sums over a group in the place of each tensor, over the host's memory."""
+    if group is None or not gradients:
+        return
+    on_host = [g.cpu() for g in gradients]
+    if method == "none":
+        flat = torch.cat([g.flatten() for g in on_host])
+        dist.all_reduce(flat, group=group)
+        on_host = [p.view_as(g) for p, g in zip(flat.split([g.numel() for g in on_host]), on_host, strict=True)]
+    else:
+        Quantized(method, group, on_host).add_up(on_host)
+    for gradient, total in zip(gradients, on_host, strict=True):
+        gradient.copy_(total)
+
+
+@dataclass
+class Agreed(Sent):
+    """Outer gradients that a thread adds up over whoever takes part."""
+
+    decided: Future[Answer] = field(default_factory=Future)
+
+
+class ElasticOuter(Outer):
+    """The outer optimizer where replicas come and go."""
+
+    def __init__(self, parameters: Sequence[LocalParameter], layout: LayoutConfig, members: Members) -> None:
+        super().__init__(parameters, layout, None)
+        self.members = members
+        self.decided: Answer | None = None
+        """What was decided with the exchange that was applied in the last step."""
+        self.wish = False
+        self._thread = ThreadPoolExecutor(1, "exchange")
+
+    def sync(self, step: int, last: bool, stop: Tensor) -> Tensor:
+        """As of replicas that are always there; the wish to stop goes with the next exchange, to the coordinator."""
+        self.asked = stop if self.asked is None else self.asked + stop
+        if last or self.speaks(step):
+            self.wish, self.asked = bool(self.asked.item()), None
+        self.decided = None
+        self.step(step, last)
+        return torch.full_like(stop, float(self.decided is not None and self.decided["stop"]))
+
+    def _send(self, fragment: int, step: int, last: bool) -> None:
+        gradients = self._gradients(fragment)
+        asked = (gradients, self.layout.compress, step, last, self.wish)
+        decided = self._thread.submit(self.members.add_up, *asked)
+        self.underway[fragment] = Agreed(step + self.layout.sync_overlap, gradients, 0, decided=decided)
+
+    def _arrived(self, sent: Sent) -> list[Tensor]:
+        if isinstance(sent, Agreed):
+            sent.replicas = sent.decided.result()["added"]
+        return sent.gradients
+
+    def _apply(self, fragment: int, last: bool) -> None:
+        sent = self.underway[fragment]
+        super()._apply(fragment, last)
+        if isinstance(sent, Agreed):
+            self.decided = sent.decided.result()
+            self.members.adopt(self.decided)

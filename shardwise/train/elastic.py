@@ -1,0 +1,212 @@
+"""A rank of a replica that may leave and rejoin its run (`layout.sync_elastic`), as the loop sees it.
+
+A replica is a run of its own on its share of every batch. Which share that is follows from the replica's number, whoever else is
+there: so a sample is seen by the same replica as ever, or by none while that is away. One that rejoins takes everything from a
+member behind an exchange: weights, the state of both optimizers, the counters and the guard's history. The member copies its state
+aside and gives it in the background. One replica writes for all: metrics, checkpoints, evaluations. Where it dies the next one
+does, and has the records since the last exchange in store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.checkpoint.state import buffers
+from shardwise.parallel.local_parameter import local
+from shardwise.parallel.members import Answer, ElasticOuter, Members, Place
+from shardwise.run import Run
+from shardwise.run.coordinates import RankCoordinates
+from shardwise.train.faults.guard import History
+from shardwise.train.metrics import Metrics, read_metrics
+
+if TYPE_CHECKING:
+    from shardwise.train.step import TrainState
+
+
+def run_of_replica(run: Run) -> Run:
+    """The run that one replica is."""
+    batch = run.train.global_batch // run.layout.replicate
+    return replace(run, layout=run.layout.one_replica, train=replace(run.train, global_batch=batch))
+
+
+class Elastic:
+    """This rank's part in a run whose replicas come and go."""
+
+    def __init__(self, run: Run, place: Place) -> None:
+        self.whole, self.run = run, run_of_replica(run)
+        ranks = self.run.layout.world
+        self.job = replace(run, layout=self.run.layout, cluster=replace(run.cluster, nodes=1, devices_per_node=ranks))
+        """What a checkpoint is of: the job, on the ranks of one replica."""
+        self.place, self.layout = place, run.layout
+        self.members = Members(place, max(600.0, 2 * run.train.hang_seconds))
+        self.rank = next(
+            c for c in (RankCoordinates(run.layout, r) for r in range(run.layout.world))
+            if c.index("replicate") == place.replica
+        ).replica_members()[place.rank]  # fmt: skip
+        """Among all ranks of the run."""
+
+    @staticmethod
+    def here(run: Run) -> Elastic | None:
+        """What the environment of this process says; None where replicas do not come and go."""
+        place = Place.of(os.environ)
+        return Elastic(run, place) if place is not None else None
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes for all."""
+        return self.members.writes and self.place.rank == 0
+
+    def share(self, indices: np.ndarray) -> np.ndarray:
+        """This replica's samples of a global batch."""
+        return np.split(indices, self.layout.replicate)[self.place.replica]
+
+    def begin(self, state: TrainState) -> bool:
+        """Wait until this replica may take part; returns whether it has the state of another, and goes on from there."""
+        while (answer := self.members.begin())["source"] >= 0:
+            ok = True
+            try:
+                receive(state, self.members, _name(answer, self.place.replica), answer["source"])
+            except (RuntimeError, dist.DistError):  # who gave it has died
+                ok = False
+            if self.members.ask("received", ok=ok)["has"]:
+                return True
+        return False
+
+    def after_step(self, state: TrainState, metrics: Metrics | SharedMetrics | None) -> None:
+        """Where an exchange was just applied, give this replica's state to those that join by it."""
+        decided = state.outer.decided if isinstance(state.outer, ElasticOuter) else None
+        if decided is None:
+            return
+        if isinstance(metrics, SharedMetrics):
+            metrics.after_exchange(state.step)
+        mine = [joiner for joiner, giver in decided["joined"].items() if giver == self.place.replica]
+        if not mine:
+            return
+        described, tensors = packed(state)
+        for joiner in mine:
+            given = (self.members, _name(decided, int(joiner)), described, tensors)
+            threading.Thread(target=_give, args=given, name="giving", daemon=True).start()
+        self.members.ask("give")
+
+
+def _name(decided: Answer, joiner: int) -> str:
+    """What a state that is given is known by."""
+    return f"state/{decided['era']}/{decided['round']}/{joiner}"
+
+
+def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """All that this rank has of the run, in an order that is the same on the same rank of every replica."""
+    assert state.outer is not None
+    for n, each in enumerate(state.parallel.parameters):
+        if each.entry.frozen:
+            continue
+        yield f"{n}/weights", local(each.parameter.detach())
+        for key, value in sorted(state.optimizer.state_of(n).items()):
+            yield f"{n}/optimizer/{key}", value
+        for key, value in sorted(state.outer.state_of(n).items()):
+            yield f"{n}/outer/{key}", value
+    for name, buffer in buffers(state):
+        yield f"buffer/{name}", buffer
+
+
+def packed(state: TrainState) -> tuple[str, list[Tensor]]:
+    """A copy of the state on the host, and what is in it."""
+    named = list(_tensors(state))
+    copies = [value.detach().to("cpu", copy=True).contiguous() for _, value in named]
+    shapes = [(name, list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in named]
+    counters = dict(step=state.step, tokens=state.tokens, history=asdict(state.history))
+    return json.dumps(dict(tensors=shapes, **counters)), copies
+
+
+def _give(members: Members, name: str, described: str, tensors: list[Tensor]) -> None:
+    with contextlib.suppress(RuntimeError, dist.DistError):  # the one that wants it has died
+        members.store.set(f"{name}/{members.place.rank}", described)
+        group = members.give(name)
+        for tensor in tensors:
+            if tensor.numel():
+                group.send([_flat(tensor)], 1, 0).wait()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+@torch.no_grad()
+def receive(state: TrainState, members: Members, name: str, source: int) -> None:
+    """Take the state of a member."""
+    assert state.outer is not None
+    group = members.take(name, source)
+    described = json.loads(members.store.get(f"{name}/{members.place.rank}"))
+    found: dict[str, Tensor] = {}
+    for key, shape, dtype in described["tensors"]:
+        found[key] = torch.empty(shape, dtype=getattr(torch, dtype))
+        if found[key].numel():
+            group.recv([_flat(found[key])], 0, 0).wait()
+    for n, each in enumerate(state.parallel.parameters):
+        if each.entry.frozen:
+            continue
+        local(each.parameter.detach()).copy_(found[f"{n}/weights"])
+        start = f"{n}/optimizer/"
+        values = {key.removeprefix(start): value for key, value in found.items() if key.startswith(start)}
+        if values:
+            state.optimizer.set_state(n, {key: v.to(state.device) for key, v in values.items()})
+        for key, value in state.outer.state_of(n).items():
+            value.copy_(found[f"{n}/outer/{key}"])
+    for key, buffer in buffers(state):
+        buffer.copy_(found[f"buffer/{key}"])
+    state.step, state.tokens = described["step"], described["tokens"]
+    state.history = History(**described["history"])
+
+
+class SharedMetrics:
+    """The metrics of a run whose replicas come and go: every replica makes records, and one writes its own for all. Another
+    that takes its place writes those of its own that the file lacks."""
+
+    def __init__(self, elastic: Elastic, out: Path, log: Callable[[str], None], begun: int | None) -> None:
+        """`begun`: the step that the run begins with, on those that begin it."""
+        self.elastic, self.out, self.log = elastic, out, log
+        self.pending: list[dict[str, Any]] = []
+        self.before = 0
+        self.metrics: Metrics | None = None
+        self.dropped_steps, self.dropped_seconds, self.last_written = 0, 0.0, 0.0
+        if begun is not None and elastic.first:
+            self.metrics = Metrics(out, elastic.whole, log, begun)
+            self.dropped_steps, self.dropped_seconds = self.metrics.dropped_steps, self.metrics.dropped_seconds
+            self.last_written = self.metrics.last_written
+
+    def record(self, **values: Any) -> None:
+        """Write a record, or store it until the next exchange has said who writes."""
+        if "loss" in values:
+            values |= dict(replicas=self.elastic.members.count)
+        self.pending.append(values)
+        if not self.elastic.first:
+            return
+        if self.metrics is None:
+            written = max((r["step"] for r in read_metrics(self.out)), default=0)
+            self.pending = [r for r in self.pending if r["step"] > written]
+            self.metrics = Metrics(self.out, self.elastic.whole, self.log, resumed_step=written)
+        for each in self.pending:
+            self.metrics.record(**each)
+        self.pending = []
+
+    def after_exchange(self, step: int) -> None:
+        """Forget what whoever writes has written for sure: the records before the last exchange but one."""
+        self.pending = [r for r in self.pending if r["step"] > self.before]
+        self.before = step
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self.metrics is not None:
+            self.metrics.close()

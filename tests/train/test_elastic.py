@@ -1,0 +1,53 @@
+"""A rank of a replica that comes and goes, in one process: its share of the data, its state given and taken, what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import tiny_run
+
+from shardwise.parallel.outer import Outer
+from shardwise.run import UserError
+from shardwise.train import loop
+from shardwise.train.elastic import run_of_replica
+from shardwise.train.environment import RankEnvironment
+from shardwise.train.launch import check_world
+from shardwise.train.source import TokenSource
+from shardwise.train.step import TrainState
+
+LAYOUT: dict[str, Any] = dict(replicate=2, sync_every=4, sync_elastic=True)
+
+
+def test_a_replica_is_a_run_on_its_share() -> None:
+    run = tiny_run(dict(**LAYOUT, shard=2, tensor=2, compress="int4", sync_fragments=2), global_batch=8)
+    one = run_of_replica(run)
+    assert (one.layout.world, one.train.global_batch, one.layout.compress) == (4, 4, "none")
+    assert (one.layout.shard, one.layout.tensor, one.layout.sync_every) == (2, 2, 1)
+    assert one.train.steps == run.train.steps
+
+
+def test_an_outer_optimizer_begins_with_the_weights_that_the_run_begins_with(tmp_path: Path) -> None:
+    loop.train(tiny_run(steps=2, eval_every=0), tmp_path / "before")
+    run = tiny_run(steps=4, eval_every=0, weights=str(tmp_path / "before"))
+    state = TrainState(run)
+    state.outer = Outer(state.parallel.parameters, tiny_run(LAYOUT).layout, None)
+    at_first = {n: anchor.clone() for n, anchor in state.outer.anchors.items()}
+    silent: Any = SimpleNamespace(log=lambda text: None, note_bytes=lambda count: None)
+    assert not loop._restore(state, tmp_path / "out", TokenSource(run), silent, silent)
+    for n, held in enumerate(state.parallel.parameters):
+        assert torch.equal(state.outer.anchors[n], held.parameter.detach())
+        assert not np.array_equal(state.outer.anchors[n].numpy(), at_first[n].numpy()) or held.parameter.ndim == 1
+
+
+def test_a_launcher_that_starts_all_ranks_is_refused() -> None:
+    run = tiny_run(LAYOUT)
+    with pytest.raises(UserError, match="start the run by `shardwise train` alone"):
+        check_world(run, RankEnvironment(0, 2, 0, "127.0.0.1", 29500, launcher="torchrun"))
+    check_world(run, RankEnvironment(0, 1, 0, "127.0.0.1", 29500, has_agent=True))
+    with pytest.raises(UserError, match="needs 1 rank"):
+        check_world(run, RankEnvironment(0, 2, 0, "127.0.0.1", 29500, has_agent=True))
