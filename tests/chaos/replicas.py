@@ -112,18 +112,28 @@ compare_every = 0
 """
 
 
+def members_of(folder: Path, replicas: int) -> list[int]:
+    """The members of a run as the last event has them."""
+    changes = [event for event in records(folder, "events.jsonl") if "members" in event]
+    return changes[-1]["members"] if changes else list(range(replicas))
+
+
 def disturb(folder: Path, process: subprocess.Popen[str], kills: int, replicas: int, seed: int, pace: float) -> int:
-    """Kill replicas at drawn moments, spread over the run, never the last one; returns how many."""
-    draw, done, last = random.Random(seed), 0, time.monotonic()
+    """Kill replicas at drawn moments, spread over the run, and never the last member; returns how many."""
+    draw, done = random.Random(seed), 0
     while process.poll() is None and done < kills:
-        time.sleep(0.02)
-        beats = heartbeats(folder)
-        trained = max((beat["step"] for beat in beats.values()), default=0)
-        members = (records(folder, "events.jsonl") or [{}])[-1].get("members", list(range(replicas)))
-        if trained < (done + 1) * pace or len(members) < 2 or time.monotonic() - last < draw.random():
+        time.sleep(0.1 * draw.random())
+        trained = max((beat["step"] for beat in heartbeats(folder).values()), default=0)
+        members, victim = members_of(folder, replicas), draw.randrange(replicas)
+        if trained < (done + 1) * pace or len(members) < 2:
             continue
-        if kill(folder, draw.randrange(replicas)) is not None:
-            done, last = done + 1, time.monotonic()
+        left = len(events(folder, "left"))
+        if kill(folder, victim) is None:
+            continue
+        done += 1
+        # The next one is drawn from those that are known to be there.
+        while victim in members and len(events(folder, "left")) == left and process.poll() is None:
+            time.sleep(0.02)
     return done
 
 
