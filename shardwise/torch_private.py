@@ -44,12 +44,11 @@ def compile_cuda(source: str, name: str) -> Any:
 
 
 def fused_attention_backward(
-    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, causal: bool
+    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, causal: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of fused attention by the kernel that PyTorch would take for such inputs, given the output and the log-sum-exp of
-    whole rows, of which the keys here may be a part. Nothing public takes these two."""
-    aten = torch.ops.aten
-    backend, (queries, keys) = _block_backend(q, k, v, causal), (q.shape[2], k.shape[2])
+    """Gradients of fused attention by a kernel, given the output and the log-sum-exp of whole rows, of which the keys here may be a
+    part. Nothing public takes these two."""
+    aten, queries, keys = torch.ops.aten, q.shape[2], k.shape[2]
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     grad, out, lse = grad.contiguous(), out.contiguous(), lse.contiguous()
     if backend == "cudnn":
@@ -61,28 +60,13 @@ def fused_attention_backward(
         return aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, None, None, queries, keys, 0.0, causal, state, seed, scale=scale
         )
-    every_k, every_v = _for_queries(k, q), _for_queries(v, q)
+    shared = q.shape[1] // k.shape[1]  # queries of a key/value head
+    every_k, every_v = (x if shared == 1 else x.repeat_interleave(shared, dim=1) for x in (k, v))
     padded = torch.nn.functional.pad(lse, (0, -queries % 32))
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad, q, every_k, every_v, None, out, padded, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
     )
     return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(dim=2) for x in (dk, dv))
-
-
-def _for_queries(x: Tensor, q: Tensor) -> Tensor:
-    """Key/value heads repeated for the query heads that use them."""
-    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
-
-
-def _block_backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
-    """Which kernel; all of those that give the log-sum-exp."""
-    from torch.nn.attention import SDPBackend
-
-    grouped = k.shape[1] != q.shape[1]
-    chosen = fused_sdp_choice(q, k, v, None, 0.0, causal, scale=None, enable_gqa=grouped)
-    if chosen == SDPBackend.CUDNN_ATTENTION.value:
-        return "cudnn"
-    return "flash" if chosen == SDPBackend.FLASH_ATTENTION.value else "efficient"
 
 
 foreach_norm, foreach_mul_, foreach_copy_ = torch._foreach_norm, torch._foreach_mul_, torch._foreach_copy_
@@ -343,10 +327,24 @@ def reduce_sharded_gradients(model: nn.Module) -> None:
     state._root_post_backward_final_callback()
 
 
+def keep_secondary_shards(module: Any, mesh: Any) -> None:
+    """Let a module's parameters stay sharded over the second dimension of a mesh between a forward pass and its backward pass. What
+    is public (`reshard_after_forward` with a number) makes process groups for each module, by calls that all ranks must make."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+    group = module._get_fsdp_state()._fsdp_param_group
+    group.post_forward_mesh_info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for parameter in group.fsdp_params:
+        parameter.post_forward_mesh_info = group.post_forward_mesh_info
+        parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
+
+
 def gathered_tensors(group: Any) -> Iterator[Tensor]:
-    """Whole parameters that a group has gathered from their shards, and the buffers of the all-gathers."""
+    """Whole parameters that a group has gathered from their shards, secondary shards, and the buffers of the all-gathers."""
     for parameter in group.fsdp_params:
         yield from parameter.all_gather_outputs
+        secondary = getattr(parameter, "_sharded_post_forward_param_data", None)
+        yield from () if secondary is None else (secondary,)
         if getattr(parameter, "_unsharded_param", None) is not None:
             yield parameter._unsharded_param
     ahead = getattr(group.comm_ctx, "all_gather_state", None)  # there once a pass has run

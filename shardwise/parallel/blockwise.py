@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.model.layers import at_least_float32
-from shardwise.torch_private import fused_attention_backward
+from shardwise.torch_private import fused_attention_backward, fused_sdp_choice
 
 
 class Bounds(NamedTuple):
@@ -84,6 +84,17 @@ def _dense(mask: BlockMask, q: Tensor, k: Tensor) -> Tensor | None:
     return None if mask is None else mask.dense()
 
 
+def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
+    """The kernel that PyTorch would take for such inputs; all of them give the log-sum-exp."""
+    from torch.nn.attention import SDPBackend
+
+    grouped = k.shape[1] != q.shape[1]
+    chosen = fused_sdp_choice(q, k, v, None, 0.0, causal, scale=None, enable_gqa=grouped)
+    if chosen == SDPBackend.CUDNN_ATTENTION.value:
+        return "cudnn"
+    return "flash" if chosen == SDPBackend.FLASH_ATTENTION.value else "efficient"
+
+
 def _for_queries(x: Tensor, heads: int) -> Tensor:
     """Key/value heads repeated for the query heads that use them."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
@@ -126,7 +137,8 @@ def attend_block_backward(
             from shardwise.model.kernels.attention.bounded import bounded_attention_backward
 
             return bounded_attention_backward(grad, delta, q, k, v, lse, scale, *mask[:3])
-        return fused_attention_backward(grad, out, q, k, v, lse, scale, causal=mask is not None)
+        causal = mask is not None
+        return fused_attention_backward(grad, out, q, k, v, lse, scale, causal, _backend(q, k, v, causal))
     heads, kv_heads = q.shape[1], k.shape[1]
     grad, q, k, v = (at_least_float32(x) for x in (grad, q, k, v))
     every_k, every_v = _for_queries(k, heads), _for_queries(v, heads)

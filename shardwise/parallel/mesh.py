@@ -32,6 +32,9 @@ class Mesh:
         self.add_group("pipeline_back", self.coordinates.members("pipeline"))
         if layout.sync_every > 1:
             self.add_group("replica", self.coordinates.replica_members())
+        if layout.secondary_shard > 1:
+            for name in ("secondary", "between_secondary"):
+                self.add_group(name, self.coordinates.members(name))
 
     def add_group(self, name: str, members: list[int]) -> None:
         """Make a group that only its members know of, so that a rank makes as many as it has axes, however large the world.
@@ -82,6 +85,15 @@ class Mesh:
             self._meshes[names] = DeviceMesh.from_group(
                 groups if len(groups) > 1 else groups[0], self.device_type, members, mesh_dim_names=names
             )
+        return self._meshes[names]
+
+    def secondary(self) -> DeviceMesh:
+        """The device mesh for secondary shards: groups of them x ranks of a group."""
+        names = ("between_secondary", "secondary")
+        if names not in self._meshes:
+            rows = [RankCoordinates(self.layout, rank).members(names[1]) for rank in self.coordinates.members(names[0])]
+            groups = [self._groups[name] or self._alone() for name in names]
+            self._meshes[names] = DeviceMesh.from_group(groups, self.device_type, rows, mesh_dim_names=names)
         return self._meshes[names]
 
     def _alone(self) -> dist.ProcessGroup:

@@ -34,7 +34,7 @@ from shardwise.parallel.fp8_all_gather import Scales
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.observer import Observers
-from shardwise.parallel.shard import reduce_deferred_gradients
+from shardwise.parallel.shard import free_secondary_shards, reduce_deferred_gradients
 from shardwise.schedules import PASSES, Action, Message, Schedule, message_of, transfers
 from shardwise.schedules.make import cached_schedule
 
@@ -242,6 +242,8 @@ class Pipeline:
         self.channel.close()
         if self.handover is not None:
             self.handover.finish_evictions()
+        for stage in self.stages.values() if factor is None and self.mesh.layout.secondary_shard > 1 else ():
+            free_secondary_shards(stage.model)
         if factor is not None:
             for stage in self.stages.values():
                 if stage.split is not None:

@@ -7,6 +7,9 @@ rank's parameters in the dtype they are gathered in, G in that they are reduced 
 - zero = 2: gradients too, reduce-scattered after every microbatch.
 - zero = 3: parameters too: all-gathered for every microbatch's forward and for its backward. Only what stands outside of the
   blocks stays gathered between the two where one follows the other at once, that is without a pipeline.
+- zero = 3 with secondary_shard = s (ZeRO++'s hpZ, Wang et al. 2023, section 3.2): of a block that was gathered for a forward pass
+  each rank keeps an s-th until the backward pass, P/s more bytes, which then gathers from the s ranks of its group: P(s-1)/s. Not
+  of experts.
 Parameters are gathered block by block. With replicas as well, each rank's shard of the gradients is all-reduced over them
 once a step: 2(r-1)/r of G/z. Routed experts likewise, with z / e ranks (`expert_shard`) in the place of z, and nothing padded
 where one of their dimensions divides: they are cut along the first that does, since a rank may hold fewer experts than there are
@@ -38,7 +41,7 @@ from shardwise.parallel.fp8_all_gather import Scales, enable_fp8_all_gather
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Run
 from shardwise.run.derive import shard_dim
-from shardwise.torch_private import reduce_sharded_gradients
+from shardwise.torch_private import keep_secondary_shards, reduce_sharded_gradients
 
 
 def uses_ddp(mesh: Mesh) -> bool:
@@ -81,6 +84,8 @@ class Sharder:
                 self._shard(block.ffn.experts, "expert_shard")
         if _needed(self.mesh, "zero"):
             self._shard(block, "zero", experts)
+            if self.run.layout.secondary_shard > 1 and not self.frozen:
+                keep_secondary_shards(block, self.mesh.secondary())
 
     def root(self, model: Transformer) -> None:
         """Shard what stands outside of the blocks, and set what is prefetched."""
@@ -120,7 +125,7 @@ class Sharder:
         module.set_force_sum_reduction_for_comms(True)
         layout = self.run.layout
         if layout.compress_weights != "none" and not self.frozen:
-            module.set_custom_all_gather(QuantizedAllGather(layout.compress_weights))  # type: ignore[arg-type]
+            module.set_custom_all_gather(QuantizedAllGather(layout.compress_weights, self.mesh.size(axis)))  # type: ignore[arg-type]
         if layout.compress_shards != "none" and not self.frozen:
             module.set_custom_reduce_scatter(QuantizedReduceScatter(layout.compress_shards))  # type: ignore[arg-type]
 
@@ -132,6 +137,13 @@ class Sharder:
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
     """The modules whose parameters `fully_shard` handles."""
     return (m for m in model.modules() if isinstance(m, FSDPModule))
+
+
+def free_secondary_shards(model: Transformer) -> None:
+    """Let blocks go that forward passes without a backward pass have left on secondary shards."""
+    for block in model.layers.values():
+        if isinstance(block, FSDPModule):
+            block.reshard()
 
 
 def wrap_ddp(model: nn.Module, mesh: Mesh, reduce_dtype: torch.dtype | None) -> DistributedDataParallel:

@@ -4,6 +4,7 @@ Ranks lie as pipeline x replicate x shard x context x tensor, the fastest-talkin
 stride. Besides the axes there are groupings of them:
 - `zero` is shard x context: the ranks that parameters, gradients and optimizer state are sharded over. A context rank sees other
   tokens, so for parameters it is one more data rank.
+- `secondary` are neighbours among these, which ZeRO-3 gathers from in the backward pass; `between_secondary` has one of each.
 - `expert` and `expert_shard` regroup the same ranks as expert_shard x expert, the experts innermost.
 - `sequence` is context x tensor, the ranks that hold parts of one sequence; `world` is all of them, `replica` those of one replica
   (which are no stride apart where there is a pipeline: `replica_members`).
@@ -31,6 +32,10 @@ def group_span(layout: LayoutConfig, group: str) -> tuple[Any, Any]:
             return lay.shard, lay.tensor * lay.context
         case "zero":
             return lay.shard * lay.context, lay.tensor
+        case "secondary":
+            return lay.secondary_shard, lay.tensor
+        case "between_secondary":
+            return lay.shard * lay.context // lay.secondary_shard, lay.tensor * lay.secondary_shard
         case "expert":
             return lay.expert, lay.tensor
         case "expert_shard":

@@ -139,6 +139,7 @@ FEWER: list[tuple[str, Layout, int, tuple[int, ...]]] = [
     ("mixture", dict(shard=4, expert=2, zero=2), 6, (3,)),
     ("dense", dict(pipeline=2, tensor=2, shard=2, zero=1, schedule="interleaved", chunks=2), 12, (0, 7)),
     ("dense", dict(shard=4, zero=3), 9, (0,)),
+    ("dense", dict(shard=4, secondary_shard=2), 9, (3,)),
     ("dense", dict(pipeline=2, shard=2, zero=3), 11, (0, 3)),
     ("mixture", dict(pipeline=2, shard=2, zero=1, schedule="dualpipe-v"), 12, (0, 3)),
     ("tied", dict(pipeline=4, tensor=2), 23, (0, 7)),

@@ -205,6 +205,7 @@ SMALL_EDGES: list[Drawn] = [
     ("dense", dict(context=2), dict(objective="reward", adapter="lora")),  # whose head of scores is learned beside
     ("tied", dict(pipeline=4, schedule="bpipe"), dict(global_batch=6, microbatch=1)),  # with enough ranks to even out
     ("tied", dict(pipeline=4, schedule="dualpipe"), dict(microbatch=1)),  # with ranks between the ends
+    ("mixture", dict(shard=4, expert=2, secondary_shard=2), dict(microbatch=1)),  # experts are gathered from all
 ]  # fmt: skip
 """What the covering array does not draw, one of each kind."""
 NO_EXPERTS = ("bpipe",)
@@ -220,6 +221,12 @@ DUALPIPE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (dict(), dict(adapter="lora", objective="dpo")), (dict(pipeline=4, shard=2), dict(layers=8, global_batch=32)),
 ]  # fmt: skip
 """What DualPipe adds over two ranks, with other axes beside."""
+SECONDARY: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (dict(shard=4), LOW_PRECISION), (dict(shard=2, context=2, recompute="full"), {}), (dict(shard=4, tensor=2), {}),
+    (dict(shard=4, replicate=2, prefetch=2), dict(layers=4)), (dict(shard=6, secondary_shard=3), dict(global_batch=12)),
+    (dict(shard=4), dict(objective="kto")), (dict(context=4), dict(adapter="lora")), (dict(shard=4), dict(optimizer="muon")),
+]  # fmt: skip
+"""Secondary shards, with other axes beside."""
 FEWER_EXPERTS_THAN_RANKS: list[Drawn] = [
     *[("few", dict(shard=4, expert=2, zero=zero), {}) for zero in (1, 2, 3)],
     ("few", dict(shard=4), {}),
@@ -306,6 +313,7 @@ LARGE_EDGES: list[Drawn] = [
     # The embedding and the head as stages of their own.
     ("tied", dict(shard=2, pipeline=2, schedule="interleaved", stages=(0, 2, 2, 0)), {}),
     # Replicas and shards.
+    *[("dense", dict(secondary_shard=2) | axes, dict(global_batch=16, microbatch=1) | more) for axes, more in SECONDARY],
     ("dense", dict(replicate=2, shard=2, zero=2), dict(dtype="float32")),
     ("dense", dict(replicate=4), {}),
     ("dense", dict(replicate=4), LOW_PRECISION | dict(reduce_dtype="bfloat16")),

@@ -115,6 +115,12 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         dict(dtype="bfloat16"),
     ),
     ("latent", dict(replicate=2, shard=2, zero=1, compress="topk", compress_momentum=0.5), {}),
+    (
+        "mixture",
+        dict(shard=4, secondary_shard=2, compress_weights="int8", compress_shards="int4"),
+        dict(dtype="bfloat16"),
+    ),
+    ("tied", dict(replicate=2, pipeline=2, schedule="dualpipe") | EVERYTHING, {}),
     ("dense", dict(replicate=2, compress="topk", compress_warmup=1, compress_frozen=True), {}),
 ]
 
@@ -138,7 +144,7 @@ def gather_and_reduce(rank: int, method: str) -> tuple[np.ndarray, np.ndarray]:
     assert group is not None
     shard, whole = torch.from_numpy(uneven(rank, 700)), torch.from_numpy(uneven(10 + rank, 3 * 700))
     gathered, reduced = torch.empty(3 * 700, dtype=torch.float64), torch.empty(700, dtype=torch.float64)
-    QuantizedAllGather(method)(gathered, shard, group)
+    QuantizedAllGather(method, 3)(gathered, shard, group)
     QuantizedReduceScatter(method)(reduced, whole, group, dist.ReduceOp.SUM)
     return gathered.numpy(), reduced.numpy()
 
@@ -158,6 +164,17 @@ def test_shards_are_gathered_and_reduced_as_in_one_process(ranks: RankPool, meth
         np.testing.assert_allclose(reduced, sum(part[rank] for part in parts), rtol=1e-12, atol=1e-12)
 
 
+def test_secondary_shards_bring_back_what_the_forward_pass_had(ranks: RankPool) -> None:
+    """Bit for bit: the backward pass gathers values that were rounded before, and does not round them once more."""
+    every = dict(shard=4, compress_weights="int4", recompute="full")
+    runs = [cases.make_run("tied", every | more, layers=2, dtype="float32") for more in ({}, dict(secondary_shard=2))]
+    plain, near = (ranks.run(4, cases.train, run) for run in runs)
+    for one, other in zip(plain, near, strict=True):
+        assert (one["losses"], one["norms"], one["evaluated"]) == (other["losses"], other["norms"], other["evaluated"])
+        for name, (_, values) in one["parameters"].items():
+            assert np.array_equal(values, other["parameters"][name][1]), name
+
+
 CHOICES: list[dict[str, Any]] = [
     *(dict(compress=method) for method in ("int8", "fp8", "int4")),
     dict(compress="onebit", compress_warmup=3),
@@ -169,6 +186,7 @@ CHOICES: list[dict[str, Any]] = [
     dict(sync_every=4, sync_fragments=3, sync_overlap=1, compress="int4"),
     dict(compress_weights="int8", compress_shards="int4"),
     dict(compress="int4", compress_weights="fp8", compress_shards="int8"),
+    dict(secondary_shard=2, compress_weights="int8"),
 ]
 
 
@@ -181,8 +199,10 @@ def combination(seed: int, number: int) -> Run:
         layout |= more
         if "compress" in more or "sync_every" in more:
             layout["replicate"] = generator.choice([2, 3])
+        if "secondary_shard" in more:
+            layout |= dict(pipeline=1, zero=3, stages=())
         if "compress_weights" in more:
-            layout["shard"] = 2
+            layout["shard"] = 2 * more.get("secondary_shard", 1)
         train |= dict(global_batch=12, microbatch=1, balance_rate=0.0 if "sync_every" in more else 0.01)
         try:
             return cases.make_run(model, layout, **cases.layers_for(layout) | train)

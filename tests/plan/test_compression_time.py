@@ -55,6 +55,13 @@ def test_shards_in_fewer_bits_take_less_time() -> None:
     assert seconds(**apart, compress_weights="int8", compress_shards="int4") < 0.6 * seconds(**apart)
 
 
+def test_a_backward_pass_that_gathers_inside_of_a_machine_waits_less_for_others() -> None:
+    apart = dict(shard=16, replicate=1)
+    plain, near, half = (seconds(**apart, secondary_shard=few) for few in (1, 8, 4))
+    assert near < 0.85 * plain
+    assert half < plain
+
+
 def test_each_round_of_gloo_goes_there_and_back() -> None:
     """As measured over a link of 200 Mbit/s and 10 ms each way: 122, 63 and 21 ms for next to nothing, 215, 129 and 74 for 2 MB."""
     cluster = make_cluster("cpu", 2, 2, inter_gbs=0.0125, latency_ms=10)

@@ -49,6 +49,7 @@ TOPK = ("layout.compress=topk", "layout.replicate=2")
 OPTIMAL = ("layout.recompute=optimal", "layout.recompute_budget=1")
 ELASTIC = "layout.sync_elastic=true"
 RARELY = ("layout.replicate=2", "layout.sync_every=4")
+SECONDARY = ("layout.shard=4", "layout.secondary_shard=2")
 QUANTIZED = ("layout.compress_weights=int8", "layout.shard=2")
 DUALPIPE = ["layout.pipeline=2", "layout.schedule=dualpipe"]
 ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmup=2")
@@ -155,6 +156,12 @@ ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmu
         ([*RARELY, "train.guard=rollback"], "layout.sync_every", "decided by all"),
         ([*RARELY, *MIXTURE, "model.router=sigmoid"], "layout.sync_every", "selection biases"),
         (["layout.compress_weights=int8"], "layout.compress_weights", "between replicas"),
+        (["layout.shard=4", "layout.secondary_shard=3"], "layout.secondary_shard", "must divide the ranks"),
+        (["layout.shard=4", "layout.secondary_shard=4"], "layout.secondary_shard", "and be fewer"),
+        ([*SECONDARY, "layout.zero=2"], "layout.secondary_shard", "as zero = 3 does"),
+        ([*SECONDARY, "layout.pipeline=2"], "layout.secondary_shard", "in a pipeline others come between"),
+        ([*SECONDARY, "adapter.kind=qlora"], "layout.secondary_shard", "in 4 bits"),
+        ([*SECONDARY, "train.dtype=bfloat16", "train.fp8=rowwise"], "layout.secondary_shard", "gathered in fp8"),
         (["layout.compress_shards=int4", "layout.shard=2", "layout.offload=true"], "layout.compress_shards", "on the host"),
         ([*QUANTIZED, "train.dtype=bfloat16", "train.fp8=rowwise"], "layout.compress_weights", "in fp8 already"),
         ([*QUANTIZED, "adapter.kind=qlora"], "layout.compress_weights", "in 4 bits"),

@@ -1,7 +1,8 @@
 """ZeRO++ (Wang et al. 2023): what `fully_shard` sends, in blocks of few bits.
 
 Weights (qwZ): a rank quantises its shard of a layer before the all-gather, and all ranks, itself too, compute with what it stands
-for; the parameters that the optimizer updates stay as they are. Gradients (qgZ): whole gradients are quantised, dealt out by one
+for; the parameters that the optimizer updates stay as they are. A backward pass that gathers from secondary shards (hpZ) gets these
+values as they are, so that both passes compute with the same. Gradients (qgZ): whole gradients are quantised, dealt out by one
 all-to-all and added in the dtype of the sum, so that each is rounded once. Bytes a rank sends are those of the all-gather and the
 reduce-scatter in BITS/8 + 4/256 bytes a value, the values of a layer padded to blocks of 256. Nothing is kept.
 """
@@ -43,7 +44,11 @@ class _Quantized:
 
 
 class QuantizedAllGather(_Quantized):
-    """All shards of a layer's weights."""
+    """All shards of a layer's weights, over so many ranks; from fewer, which are near, come values that were rounded before."""
+
+    def __init__(self, method: str, ranks: int) -> None:
+        super().__init__(method)
+        self.ranks = ranks
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -51,6 +56,9 @@ class QuantizedAllGather(_Quantized):
         length, ranks = input_tensor.numel(), group.size()
         if ranks == 1:
             output_tensor.copy_(input_tensor)
+            return
+        if ranks < self.ranks:
+            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
             return
         mine = self.encoded(input_tensor.view(1, -1))
         every = mine.new_empty(ranks * len(mine), mine.shape[1])

@@ -64,6 +64,7 @@ class Choices:
 
 BETWEEN = (
     "compress", "compress_warmup", "compress_weights", "compress_shards", "sync_every", "sync_fragments", "sync_overlap",
+    "secondary_shard",
 )  # fmt: skip
 """Keys that speak of what replicas or shards send each other: legal only where there are any."""
 
@@ -95,7 +96,7 @@ def choices(run: Run) -> Choices:
     recompute = tuple(r for r in free("recompute", RECOMPUTE) if keeps(recompute=r))
     overlaps = [a for a in (False, True) if all(keeps(recompute=r, async_tensor=a) for r in recompute)]
     return Choices(
-        zero=free("zero", (3, 2, 1)),
+        zero=free("zero", (3, 2, 1) if lay.secondary_shard == 1 else (3,)),
         recompute=recompute,
         context_method=free("context_method", METHODS),
         async_tensor=free("async_tensor", overlaps),

@@ -75,9 +75,9 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
     # A message for each layer and one for the ends, so that many ranks that gather small layers wait for as many latencies.
     messages = (layers[0] + layers[1] + 1.0) * (TENSORS if framework.tensors_apart else 1.0)
 
-    def sharded(kind: Collective, width: float) -> Number:
+    def sharded(kind: Collective, width: float, ranks: Number = zero) -> Number:
         """Seconds of a collective over the ranks of a ZeRO group, for dense and for expert parameters."""
-        seconds = messages * collective_seconds(cluster, kind, held.dense * width / messages, zero, lay.tensor)
+        seconds = messages * collective_seconds(cluster, kind, held.dense * width / messages, ranks, lay.tensor)
         if job.model.experts:
             stride = lay.tensor * lay.expert
             size = held.experts * width / messages
@@ -98,7 +98,10 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
     every = scatter if framework.reduce_every_microbatch and lay.zero >= 2 else 0.0 * scatter
     once = replicas + scatter - every
     if lay.zero == 3:
-        return DataSeconds(gather, gather + every, once, 0.0 * gather, *update, apart, mirrored)
+        near = (
+            gather if lay.secondary_shard == 1 else sharded("all_gather", framework.gather_bytes, lay.secondary_shard)
+        )
+        return DataSeconds(gather, near + every, once, 0.0 * gather, *update, apart, mirrored)
     return DataSeconds(0.0 * gather, every, once, gather, *update, apart, mirrored)
 
 

@@ -226,6 +226,12 @@ class PlannedRank:
             return numel * (self.held_width(parameter) if parameter.entry.dtype else self.width)
         return numel + (SCALE * parameter.shape[0] // ranks if self.run.train.fp8 == "rowwise" else 0)
 
+    def secondary_shard(self, parameters: Iterable[PlannedParameter]) -> int:
+        """Bytes of the secondary shards of parameters that were gathered for a forward pass; of experts there are none."""
+        ranks, few = self.size("zero"), self.run.layout.secondary_shard
+        own = (p.shard_numel(ranks) * ranks // few for p in parameters if p.group == "zero")
+        return sum(own) * self.width if few > 1 else 0
+
     def prefetched_shard(self, stage: Stage) -> int:
         """Bytes of a shard of the layer that `fully_shard` prefetches behind the last layer of a backward pass (see `traffic.py`).
         First and last stages end in what is outside of the layers, and one layer is its own last: both are gathered still. A rank

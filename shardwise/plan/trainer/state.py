@@ -220,7 +220,7 @@ def _short_schedule(run: Run) -> tuple[Schedule, float]:
 
 def gathered(run: Run, rank: int) -> int:
     """Peak bytes of unsharded parameters between two passes: all of them below ZeRO-3; there those outside of the layers, without
-    a pipeline, and with one the layers that were prefetched."""
+    a pipeline, with what secondary shards keep of the layers, and with one the layers that were prefetched."""
     planned = planned_rank(run, rank)
     if not planned.is_sharded:
         return 0
@@ -230,7 +230,7 @@ def gathered(run: Run, rank: int) -> int:
         stays = [(1, parameter) for stage in planned.stages for parameter in planned.outer_parameters(stage)]
     else:
         return _prefetched(planned)
-    total = 0
+    total = sum(planned.secondary_shard(planned.layer_parameters(run.model.is_moe(n))) for n, _ in planned.layers())
     for count, parameter in stays:
         ranks, _ = planned.sharding(parameter)
         alone = parameter.entry.routed and ranks == planned.sharding_replicas == 1 and not run.layout.offload

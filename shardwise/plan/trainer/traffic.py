@@ -142,7 +142,7 @@ def data(wire: Wire) -> None:
     layers = [is_moe(layer) for stage in planned.stages for layer in stage.layers]
     for moe in (False, True):
         if count := layers.count(moe):
-            _sharded(wire, planned.layer_parameters(moe), count, 1 if once else both)
+            _sharded(wire, planned.layer_parameters(moe), count, 1 if once else both, secondary=True)
     for stage in planned.stages:
         _sharded(wire, planned.outer_parameters(stage), 1, 1 if once else outer)
         if not wire.forward_only:
@@ -154,8 +154,11 @@ def data(wire: Wire) -> None:
         wire.all_reduce("zero", matrices * SCALE, messages=1 if matrices else 0)
 
 
-def _sharded(wire: Wire, parameters: Sequence[PlannedParameter], units: int, gathers: int) -> None:
-    """Like units of these parameters, gathered so often in a step, the experts in units of their own."""
+def _sharded(
+    wire: Wire, parameters: Sequence[PlannedParameter], units: int, gathers: int, secondary: bool = False
+) -> None:
+    """Like units of these parameters, gathered so often in a step, the experts in units of their own. `secondary`: whether
+    secondary shards are kept of them, where the layout has those; a pass that finds them there gathers from these alone."""
     planned, run = wire.planned, wire.planned.run
     # Split backward passes leave the gradients unreduced until the end of a step.
     once = run.layout.zero == 1 or planned.splits_backward
@@ -164,7 +167,11 @@ def _sharded(wire: Wire, parameters: Sequence[PlannedParameter], units: int, gat
         if unit:
             learned = sum(p.shard_numel(ranks) for p in unit if p.learns)
             gradients = learned * planned.reduce_width
-            wire.all_gather(group, gathered_bytes(wire, unit, ranks), units * gathers)
+            near = 0
+            if secondary and group == "zero" and run.layout.secondary_shard > 1 and not wire.frozen:
+                near = gathers - 1 if wire.forward_only else gathers // 2
+                wire.all_gather("secondary", planned.secondary_shard(unit), units * near)
+            wire.all_gather(group, gathered_bytes(wire, unit, ranks), units * (gathers - near))
             if gradients and not wire.forward_only:
                 times, method = units * (1 if once else run.stage_microbatches), run.layout.compress_shards
                 if method == "none":

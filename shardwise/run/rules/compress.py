@@ -87,11 +87,35 @@ def _shard_rules(run: Run) -> Iterator[Rule]:
         ))
         yield Rule(used and lay.offload, f"layout.{name}", ("layout.offload",),
                    lambda: "is computed on the device, and layout.offload keeps shards on the host")
+    yield from _secondary_rules(run)
     weights = lay.compress_weights != "none"
     yield Rule(weights and train.fp8 != "none", "layout.compress_weights", ("train.fp8",),
                lambda: f"train.fp8 = {train.fp8} gathers its matrices in fp8 already; use one of the two")
     yield Rule(weights and run.adapter.kind == "qlora", "layout.compress_weights", ("adapter.kind",),
                lambda: "has nothing to do where adapter.kind = qlora keeps the matrices in 4 bits")
+
+
+def _secondary_rules(run: Run) -> Iterator[Rule]:
+    """What `layout.secondary_shard` asks of the rest. The sizes of the layout may be arrays."""
+    lay, few = run.layout, run.layout.secondary_shard
+    if few == 1:
+        return
+    name, ranks = "layout.secondary_shard", lay.shard * lay.context
+    yield Rule((ranks % few > 0) | (ranks <= few), name, ("layout.shard", "layout.context"), lambda: (
+        f"{few} is no part of layout.shard x layout.context = {ranks}: it must divide the ranks that parameters are sharded over, "
+        f"and be fewer"
+    ))
+    refused = (
+        ("layout.zero", lay.zero != 3, "is about parameters that are gathered for both passes, as zero = 3 does"),
+        ("layout.offload", lay.offload, "keeps shards on the device, and layout.offload has them on the host"),
+        ("train.fp8", run.train.fp8 != "none", "keeps what was gathered as it is, and matrices of fp8 GEMMs are gathered in fp8"),
+        ("adapter.kind", run.adapter.kind == "qlora", "has nothing to do where qlora keeps the matrices in 4 bits"),
+    )
+    for key, wrong, why in refused:
+        yield Rule(bool(wrong), name, (key,), partial("{}".format, why))
+    yield Rule(lay.pipeline > 1, name, ("layout.pipeline",), lambda: (
+        "keeps what a forward pass gathered for the backward pass that follows, and in a pipeline others come between"
+    ))
 
 
 def compress_rules(run: Run) -> Iterator[Rule]:

@@ -28,6 +28,12 @@ class LayoutConfig:
         3, "what is sharded over shard x context ranks: 1 optimizer, 2 and gradients, 3 and parameters"
     )
     prefetch: int = key(1, "ZeRO: layers whose parameters are gathered ahead of their use", least=1)
+    secondary_shard: int = key(
+        1,
+        "ZeRO-3: ranks over which the layers of a forward pass stay sharded until its backward pass, which then gathers from these "
+        "alone (ZeRO++'s hpZ: those of a machine); 1: over all",
+        least=1,
+    )
     offload: bool = key(False, "ZeRO: keep parameters, gradients and optimizer in the CPU's memory; GPUs only")
     context_method: Literal["ring", "ulysses", "gather"] = key(
         "ring", "how attention sees the other ranks' part of a sequence"
