@@ -79,8 +79,7 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
         """Seconds of a collective over the ranks of a ZeRO group, for dense and for expert parameters."""
         seconds = messages * collective_seconds(cluster, kind, held.dense * width / messages, ranks, lay.tensor)
         if job.model.experts:
-            stride = lay.tensor * lay.expert
-            size = held.experts * width / messages
+            stride, size = lay.tensor * lay.expert, held.experts * width / messages
             seconds = seconds + messages * collective_seconds(cluster, kind, size, expert_zero, stride)
         return seconds
 
@@ -98,9 +97,8 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
     every = scatter if framework.reduce_every_microbatch and lay.zero >= 2 else 0.0 * scatter
     once = replicas + scatter - every
     if lay.zero == 3:
-        near = (
-            gather if lay.secondary_shard == 1 else sharded("all_gather", framework.gather_bytes, lay.secondary_shard)
-        )
+        few = lay.secondary_shard
+        near = sharded("all_gather", framework.gather_bytes, few) if few > 1 else gather
         return DataSeconds(gather, near + every, once, 0.0 * gather, *update, apart, mirrored)
     return DataSeconds(0.0 * gather, every, once, gather, *update, apart, mirrored)
 
