@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,36 @@ def without_a_share(x: Tensor, keys: Tensor, columns: Tensor, share: float) -> T
     """Vectors, each with a random number, without a share of their elements, drawn by the numbers of these; the others larger."""
     drawn = mix64(keys[..., None] ^ mix64(columns))
     kept = drawn >= int((2 * share - 1) * 2**63)  # of 64 bits with a sign, the share lies below this
-    return x * (kept * (1 / (1 - share))).to(x.dtype)
+    return _Dropped.apply(x, kept, 1 / (1 - share))
+
+
+class _Dropped(torch.autograd.Function):
+    """Dropout that saves a bit of each element (Gist, Jain et al. 2018), where autograd would save its factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(packed_bits(kept))
+        ctx.factor = factor
+        return x * (kept * factor).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (bits,) = ctx.saved_tensors
+        kept = unpacked_bits(bits, grads[0].numel()).view(grads[0].shape)
+        return grads[0] * (kept * ctx.factor).to(grads[0].dtype), None, None
+
+
+def packed_bits(mask: Tensor) -> Tensor:
+    """A mask, eight to a byte."""
+    flat = mask.flatten()
+    whole = torch.nn.functional.pad(flat.to(torch.uint8), (0, -flat.numel() % 8)).view(-1, 8)
+    return (whole << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(dim=1, dtype=torch.uint8)
+
+
+def unpacked_bits(bits: Tensor, count: int) -> Tensor:
+    """So many of a mask again."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits[:, None] >> shifts) & 1).flatten()[:count].bool()
 
 
 class LowRank(nn.Module):

@@ -141,7 +141,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
     planned = partial(handed_bytes, run, mesh.rank)
     make = AsynchronousPipeline if layout.asynchronous and not frozen else Pipeline
     pipeline = make(stages, schedule, mesh, layout.zero, sharder.scales, observers, planned)
-    pipeline.replaces_saved = layout.recompute == "optimal" or run.memory.activation_bits > 0 or run.memory.swaps
+    pipeline.replaces_saved = layout.recompute == "optimal" or run.memory.replaces_saved
     pipeline.swap = swap
     if not frozen:
         _add_pipeline_groups(run, mesh, schedule)

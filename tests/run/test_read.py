@@ -49,6 +49,7 @@ TOPK = ("layout.compress=topk", "layout.replicate=2")
 OPTIMAL = ("layout.recompute=optimal", "layout.recompute_budget=1")
 ELASTIC = "layout.sync_elastic=true"
 RARELY = ("layout.replicate=2", "layout.sync_every=4")
+LOSSLESS = ("memory.lossless=true", "model.activation=relu2")
 SECONDARY = ("layout.shard=4", "layout.secondary_shard=2")
 QUANTIZED = ("layout.compress_weights=int8", "layout.shard=2")
 DUALPIPE = ["layout.pipeline=2", "layout.schedule=dualpipe"]
@@ -118,6 +119,12 @@ ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmu
         (["memory.activation_bits=4", "layout.recompute=full"], "memory.activation_bits", "saves little"),
         (["memory.activation_bits=4", "train.compile=true"], "memory.activation_bits", "do not show"),
         (["memory.activation_bits=2", "adapter.kind=lora"], "memory.activation_bits", "leaves most"),
+        (["memory.lossless=true"], "memory.lossless", "relu2 saves a ReLU and its square"),
+        ([*LOSSLESS, "layout.recompute=full"], "memory.lossless", "saves little of it"),
+        ([*LOSSLESS, "memory.activation_bits=4"], "memory.lossless", "stay as they are"),
+        ([*LOSSLESS, "layout.pipeline=2", "layout.schedule=zb-h1"], "memory.lossless", "would keep it for longer"),
+        ([*LOSSLESS, "adapter.kind=lora"], "memory.lossless", "leaves most"),
+        ([*LOSSLESS, "train.compile=true"], "memory.lossless", "do not show"),
         (["memory.activations=disk"], "memory.folder", "name a folder"),
         (["memory.activations=host", "layout.recompute=full"], "memory.activations", "chooses for each tensor"),
         (["memory.activations=host", "memory.activation_bits=4"], "memory.activations", "as they are"),

@@ -1,5 +1,6 @@
 """Tensors of a layer that are recomputed in the backward pass instead of saved, each by its own operation (`layout.recompute =
-optimal`; which ones, `plan/cost/rematerialization.py` decides), or that are kept in another form (`memory.activation_bits`).
+optimal`; which ones, `plan/cost/rematerialization.py` decides), that are squares of others that are saved (`memory.lossless`), or
+that are kept in another form (`memory.activation_bits`).
 
 The modules of a layer are wrapped so that what they give is known to `saving.py` with what it was made of. Nothing else changes:
 autograd records the same operations, and what is recomputed has the same bits.
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.functional import relu
 
 from shardwise.model.attention import GroupedAttention
 from shardwise.model.layers import FeedForward
@@ -93,6 +95,21 @@ def _feed_forward(ffn: FeedForward, words: frozenset[str], note: Note) -> None:
 
     if words & {"function", "inner"}:
         ffn.gated = product
+
+
+def square_again(block: Block) -> None:
+    """Let the square of a ReLU be made of the ReLU, which is saved for its own gradient: the matrix behind it needs its values, of
+    which there is nothing smaller without loss but these (Gist, Jain et al. 2018)."""
+
+    def squared(x: Tensor) -> Tensor:
+        root = relu(x)
+        out = root.square()
+        note(out, (root,), Tensor.square)
+        return out
+
+    for module in block.modules():
+        if isinstance(module, FeedForward) and module.gate is None:
+            module.function = squared
 
 
 def _noting(function: Callable[[Tensor], Tensor], note: Note) -> Callable[[Tensor], Tensor]:

@@ -88,8 +88,9 @@ def experts(tape: Tape, dispatched: int | Fraction, arrived: int | Fraction) -> 
             tape.save_new(name, arrived * inner)
         if low_rank is None:
             continue
-        if adapter.dropout:  # what is multiplied with, and the product
-            tape.save_new(f"expert {part} dropout", 2 * arrived * inner)
+        if adapter.dropout:  # a bit of what is multiplied with, and the product
+            tape.save_new(f"expert {part} mask", -(-arrived * inner // 8), 1)
+            tape.save_new(f"expert {part} dropout", arrived * inner)
         tape.save_new(f"expert {part} low rank", arrived * low_rank.shape[1])
         if adapter.kind == "dora":  # the sum and its factors, and the lengths that are divided by
             magnitude = weights[f"lora.{part}_magnitude"]

@@ -24,8 +24,8 @@ def linear(tape: Tape, x: str, name: str, *, edge: bool = False, added: bool = F
     columns = weight // inner if inner else 0
     out = rows * columns
     if f"{name}.lora.A.weight" in tape.parameters:
-        if planned.run.adapter.dropout:  # what is multiplied with, and the product
-            tape.save_new(f"{name} dropout", rows * inner)
+        if planned.run.adapter.dropout:  # a bit of what is multiplied with, and the product
+            tape.save_new(f"{name} mask", -(-rows * inner // 8), 1)
             x = tape.make(f"{name} dropped", rows * inner)
         rescaled = f"{name}.lora.magnitude" in tape.parameters
         low = linear(tape, x, f"{name}.lora.A")
@@ -240,7 +240,10 @@ def feed_forward(tape: Tape, x: str, name: str) -> None:
         if m.activation == "gelu":
             tape.save(up)
         elif m.activation == "relu2":
-            tape.save_new(f"{name} positive", numel)
+            positive = tape.make(f"{name} positive", numel)
+            tape.save(positive)
+            if tape.planned.run.memory.lossless:
+                tape.made[inner] = (positive,)
         elif m.activation == "relu":
             tape.save(inner)
     linear(tape, inner, f"{name}.down", edge=True, added=True)

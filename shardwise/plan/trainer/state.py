@@ -156,6 +156,7 @@ def _saved(planned: PlannedRank) -> dict[int, Saved]:
         lay.recompute_every,
         lay.offload,
         run.memory.activation_bits,
+        run.memory.lossless,
         planned.keeps_compute_copies,
         planned.is_sharded,
     )

@@ -50,6 +50,28 @@ def _swap_rules(run: Run) -> Iterator[Rule]:
     ))
 
 
+def _lossless_rules(run: Run) -> Iterator[Rule]:
+    """What `memory.lossless` asks of the rest."""
+    where, m = "memory.lossless", run.model
+    yield Rule(m.activation != "relu2", where, ("model.activation",), lambda: (
+        f"is of what is saved twice, and with model.activation = {m.activation} nothing is; relu2 saves a ReLU and its square"
+    ))
+    yield Rule(run.layout.recompute != "none", where, ("layout.recompute",), lambda: (
+        f'is of what layers save, and layout.recompute = "{run.layout.recompute}" saves little of it; use one of the two'
+    ))
+    yield Rule(run.memory.swaps or run.memory.activation_bits > 0, where, ("memory.activations", "memory.activation_bits"),
+               lambda: "is of tensors that stay as they are; use one of the two")
+    yield Rule(run.train.compile is True, where, ("train.compile",),
+               lambda: "is of tensors that compiled layers do not show; leave train.compile at auto")
+    yield Rule(run.train.fp8 != "none", where, ("train.fp8",),
+               lambda: "is of inputs as they are, and train.fp8 saves them in 8 bits already")
+    yield Rule(run.adapter.used, where, ("adapter.kind",),
+               lambda: "is of what full training saves; an adapter leaves most of that out")
+    yield Rule(splits_backward(run) or run.layout.schedule == "bpipe", where, ("layout.schedule",), lambda: (
+        f"makes a square for a layer's backward pass, and {run.layout.schedule} would keep it for longer; use 1f1b"
+    ))
+
+
 def memory_rules(run: Run) -> Iterator[Rule]:
     """What must hold of a run that holds less on the device."""
     lay, train = run.layout, run.train
@@ -57,6 +79,8 @@ def memory_rules(run: Run) -> Iterator[Rule]:
         yield from _bits_rules(run)
     if run.memory.swaps:
         yield from _swap_rules(run)
+    if run.memory.lossless:
+        yield from _lossless_rules(run)
     if not run.memory.hosts_optimizer:
         return
     where = "memory.optimizer"

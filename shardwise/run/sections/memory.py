@@ -27,6 +27,10 @@ class MemoryConfig:
         0,
         "bits of what layers save for the backward pass, in groups with a range and rounded at random (ActNN); 0: as it is",
     )
+    lossless: bool = key(
+        False,
+        "save what other saved tensors give bit for bit no second time (Gist): of a squared ReLU its root alone",
+    )
     folder: str = key(
         "",
         "optimizer, activations = disk: an existing folder on a fast disk of the machine; its files are the run's while it trains",
@@ -43,6 +47,11 @@ class MemoryConfig:
     def swaps(self) -> bool:
         """Whether saved activations leave the device."""
         return self.activations != "device"
+
+    @property
+    def replaces_saved(self) -> bool:
+        """Whether layers save something else in the place of some tensors."""
+        return self.swaps or self.activation_bits > 0 or self.lossless
 
     @property
     def hosts_optimizer(self) -> bool:
