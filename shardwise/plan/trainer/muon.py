@@ -17,6 +17,7 @@ from shardwise.plan.cost.job import BYTES, Job
 from shardwise.plan.cost.ops import span
 from shardwise.plan.cost.parameters import zero_groups
 from shardwise.plan.trainer.rank import PlannedRank
+from shardwise.plan.trainer.wire import Wire
 from shardwise.run import ModelConfig
 from shardwise.run.derive import NEWTON_SCHULZ_ITERATIONS
 from shardwise.run.parameters import Parameter, layer_parameters
@@ -120,3 +121,16 @@ def update_bytes(planned: PlannedRank) -> int:
         cast_back = numel * (item + held) if item < held else 0
         peak = max(peak, numel * held + max(2 * (numel + square) * item, cast_back))
     return peak
+
+
+def gathered_matrices(wire: Wire) -> None:
+    """`train/optimizer.py`: every matrix of the layers gathered, first its shards, then the slices of the tensor ranks."""
+    planned = wire.planned
+    for count, parameter in planned.parameters(outer=False):
+        if not parameter.entry.is_layer_matrix:
+            continue
+        if planned.is_sharded:
+            shard = parameter.shard_numel(planned.size(parameter.group))
+            wire.all_gather(parameter.group, shard * planned.high_width, count)
+        if parameter.tensor_dim is not None:
+            wire.all_gather("tensor", parameter.numel * planned.high_width, count)

@@ -25,6 +25,7 @@ from shardwise.ledger import Traffic
 from shardwise.plan.cost.compression import BUCKET, FIRST_BUCKET, SUM
 from shardwise.plan.trainer.compression import exchange
 from shardwise.plan.trainer.ends import ends, own_numel, pipeline
+from shardwise.plan.trainer.muon import gathered_matrices
 from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage, reference_run
 from shardwise.plan.trainer.rows import INTEGER, rows_to_experts
 from shardwise.plan.trainer.wire import Groups, Times, Wire
@@ -107,7 +108,7 @@ def _by_group(place: PlannedRank, moved: Mapping[int, Moved] | None) -> Groups:
     exchange(wire)
     loads(wire)
     if run.train.optimizer == "muon":
-        muon(wire)
+        gathered_matrices(wire)
     # The count of tokens and the wish to stop ahead of the passes, then the squared norm, the loss and what was measured.
     agreeing = "replica" if run.layout.sync_every > 1 else "world"
     wire.all_reduce(agreeing, (4 + len(wire.planned.objective.metrics)) * SUM, messages=2)
@@ -389,16 +390,3 @@ def loads(wire: Wire) -> None:
             wire.all_reduce(group, planned.moe_layers * planned.run.model.experts * LOAD)
         if planned.run.layout.directions > 1:
             wire.all_reduce("pipeline", planned.moe_layers * planned.run.model.experts * LOAD, ranks=2)
-
-
-def muon(wire: Wire) -> None:
-    """`train/optimizer.py`: every matrix of the layers gathered, first its shards, then the slices of the tensor ranks."""
-    planned = wire.planned
-    for count, parameter in planned.parameters(outer=False):
-        if not parameter.entry.is_layer_matrix:
-            continue
-        if planned.is_sharded:
-            shard = parameter.shard_numel(planned.size(parameter.group))
-            wire.all_gather(parameter.group, shard * planned.high_width, count)
-        if parameter.tensor_dim is not None:
-            wire.all_gather("tensor", parameter.numel * planned.high_width, count)
