@@ -125,7 +125,7 @@ def _computing_seconds(fitted: GemmConstants, units: int, speed: Any, m: Any, n:
     best: Any = np.inf
     for rows, columns, share in fitted.tiles:
         step = 2.0 * rows * columns * units / (share * speed)  # seconds a unit needs to advance a tile by one along k
-        tiles = np.ceil(m / rows) * np.ceil(n / columns) * count
+        tiles = np.maximum(np.ceil(m / rows) * np.ceil(n / columns) * count, 1.0)  # of an empty product one is started
         full = tiles / units
         waves = np.maximum(full + fitted.quantum * (np.ceil(full) - full), 1.0)
         whole = waves * (k + fitted.depth) * step

@@ -127,3 +127,16 @@ def test_parts_with_more_power_for_an_operation_hold_their_clock() -> None:
     assert clocks[0] == 1.0
     assert clocks == sorted(clocks)
     assert held_clock(find_chip("v100")) == 1.0  # borrows from another generation
+
+
+@pytest.mark.parametrize("shape", [(0, 128, 64), (128, 0, 64), (128, 128, 0), (0, 0, 0)])
+def test_an_empty_product_takes_no_longer_than_a_small_one(shape: tuple[int, int, int]) -> None:
+    chip = find_chip("h100")
+    with np.errstate(all="raise"):
+        empty = gemm_seconds(chip, *shape)
+        several = gemm_seconds(
+            chip, np.array([shape[0], 128.0]), np.array([shape[1], 128.0]), np.array([shape[2], 64.0])
+        )
+    small = gemm_seconds(chip, 128, 128, 64)
+    assert 0 < empty <= small
+    assert several.tolist() == pytest.approx([empty, small])
