@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from shardwise.plan.cost.flops import CONVENTION, parameters
 from shardwise.plan.cost.job import GIB
 from shardwise.plan.plan import Plan, mfu_peak
-from shardwise.plan.trainer.budgeted import compare_with_greedy
+from shardwise.plan.trainer.budgeted import compare_with_greedy, saved_by_layers
 from shardwise.plan.trainer.rank import PlannedRank
+from shardwise.plan.trainer.traffic import first_ranks
 from shardwise.report import words
 from shardwise.report.pick import Column
 from shardwise.run import AXES, counted
@@ -44,6 +45,7 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
         steps = max(1, round(cost.checkpoint_every_s / account.step_seconds))
         saved = f"with {saved} (train.checkpoint_every = {steps})"
     recomputed = [("recompute", *_rematerialized(best))] if lay.recompute == "optimal" else []
+    recomputed += [("budget", *_budgeted(best))] if lay.recompute_budget else []
     return [
         ("model", run.model.preset or "custom", size),
         ("devices", f"{lay.world:,} {chip}", f"{memory.capacity / GIB:.1f} GiB usable on each{_unfilled(best)}"),
@@ -68,6 +70,22 @@ def _rematerialized(best: Plan) -> tuple[str, str]:
     which = ", ".join(f"{word} {count}" for word, count in found.layers.items()) or "nothing"
     whole = f"whole layers within the same budget take {words.seconds(found.greedy)}"
     return words.seconds(found.seconds), f"a microbatch, of {counted(layers, 'layer')}: {which}; {whole}"
+
+
+def _budgeted(best: Plan) -> tuple[str, str]:
+    """What the layers of the rank that saves most still save, beside the budget for it; and what else is among the activations."""
+    lay, kinds = best.run.layout, dict[object, PlannedRank]()
+    for place in (PlannedRank(best.run, rank) for rank in first_ranks(best.run)):
+        kinds.setdefault(place.kinds, place)
+    saved = max(saved_by_layers(*place.of_budget) for place in kinds.values())
+    over = saved > lay.recompute_budget * GIB * 1.0001
+    limit = f"{'more than' if over else 'of'} a budget of {lay.recompute_budget:g} GiB for a microbatch"
+    more = ", and all microbatches in flight" if lay.pipeline > 1 else ""
+    return (
+        f"{saved / GIB:.1f} GiB",
+        f"saved by the layers, {limit}{': nothing more can be recomputed' * over}; activations below also count the loss"
+        f"{',' if more else ' and'} the layer being recomputed{more}",
+    )
 
 
 def _unfilled(best: Plan) -> str:

@@ -15,11 +15,13 @@ from shardwise.plan.cost.job import job_of
 from shardwise.plan.cost.memory import layer_saved, memory
 from shardwise.plan.cost.operations import layer
 from shardwise.plan.cost.passes import recomputed_layers
+from shardwise.plan.figures import figures
 from shardwise.plan.plan import Plan, plan
 from shardwise.plan.time.goodput import job_cost
 from shardwise.plan.time.step import play, prepare, step_time
 from shardwise.plan.time.timeline import timeline
 from shardwise.plan.trainer.rank import PlannedRank
+from shardwise.plan.trainer.state import saved_activations
 from shardwise.run import Run, run_from_dict
 from shardwise.run.axes import ASYNCHRONOUS
 from shardwise.schedules import SCHEDULES, Cost, make_schedule, peak_activations, time
@@ -295,3 +297,33 @@ def test_pipelines_that_trade_say_what_for() -> None:
     assert late[0] < plain[0]
     assert late[2] > plain[2]  # two versions of the weights
     assert stashed[0] == pytest.approx(late[0])
+
+
+@pytest.mark.parametrize(
+    ("recompute", "sizes", "gib", "over"),
+    [
+        ("budget", dict(shard=8), 10.0, False),
+        ("budget", dict(shard=2, pipeline=4), 10.0, False),
+        ("budget", dict(shard=8), 1.0, True),  # what enters 32 layers is more
+        ("optimal", dict(shard=8), 10.0, False),
+        ("optimal", dict(shard=4, tensor=2), 5.0, True),  # on tensor ranks few tensors can be recomputed
+    ],
+)
+def test_a_plan_says_what_layers_save_of_their_budget(
+    recompute: str, sizes: dict[str, int], gib: float, over: bool
+) -> None:
+    def made(**layout: Any) -> Run:
+        train = dict(seq_len=8192, global_batch=64, microbatch=2, dtype="bfloat16", compile=False)
+        cluster = dict(chip="h100", nodes=1)
+        return run_from_dict(dict(model=dict(preset="llama3-8b"), layout=sizes | layout, train=train, cluster=cluster))
+
+    run = made(recompute=recompute, recompute_budget=gib)
+    (row,) = [row for row in figures(plan(run)) if row[0] == "budget"]
+    saved = float(row[1].split()[0])
+    assert (saved > gib) == over == ("more than a budget" in row[2])
+    assert ("in flight" in row[2]) == ("pipeline" in sizes)
+    # To the byte, by the trainer's own list: what the layers save beyond what enters them is what full recomputation spares.
+    exact = [sum(saved_activations(one, 0).values()) for one in (run, made(recompute="full"))]
+    layers = sum(len(stage.layers) for stage in PlannedRank(run, 0).stages)
+    entering = 2 * 8192 * 4096 * 2 / sizes.get("tensor", 1)
+    assert saved == pytest.approx((exact[0] - exact[1] + layers * entering) / 2**30, abs=0.25)

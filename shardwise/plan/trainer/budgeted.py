@@ -42,6 +42,16 @@ def recomputed(run: Run, layers: Sequence[int], entering: float) -> Mapping[int,
     return found
 
 
+def saved_by_layers(run: Run, layers: Sequence[int], entering: float) -> float:
+    """Bytes that these layers of a rank still save of a microbatch: what a budget is for, by the same cost model."""
+    m, chosen, plain = run.model, recomputed(run, layers, entering), _saves_all(run)
+    if run.layout.recompute == "budget":
+        return sum(entering if chosen[n] else _layer_saved(plain, m.is_moe(n)) for n in layers)
+    sizes = {moe: graph(job_of(plain), routed=moe) for moe in {m.is_moe(n) for n in layers}}
+    away = sum(sizes[m.is_moe(n)][word.removeprefix(ELSEWHERE)].size for n in layers for word in chosen[n])
+    return sum(_layer_saved(plain, m.is_moe(n)) for n in layers) - away
+
+
 class GreedyComparison(NamedTuple):
     """What a rank rematerializes, beside whole layers."""
 

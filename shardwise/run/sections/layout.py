@@ -56,7 +56,7 @@ class LayoutConfig:
         (), 'operations: parts of a layer to recompute, of "attention", "norm", "ffn"'
     )
     recompute_budget: float = key(
-        0.0, "budget, optimal: GiB of saved activations a microbatch may keep on a rank", least=0
+        0.0, "budget, optimal: GiB that the layers of a rank may save of a microbatch", least=0
     )
 
     compress: Literal["none", "int8", "fp8", "int4", "onebit", "powersgd", "topk"] = key(
