@@ -275,22 +275,22 @@
       bar.style.width = (100 * taken / most).toFixed(1) + "%";
       const track = element("span", undefined, { class: "track" });
       track.append(bar);
-      row.append(element("span", "rank " + rank), track, element("span", digits(taken) + " s"));
+      row.append(element("span", "rank " + rank), track, element("span", (taken < 100 ? taken.toPrecision(3) : taken.toFixed(0)) + " s"));
       return row;
     }));
   }
 
-  // What the network makes of the same beginnings, evaluation by evaluation, the newest first.
+  // How the network continues the same prompts, evaluation by evaluation, the newest first.
   function drawSamples() {
     const section = document.getElementById("samples");
     const run = shownRuns().find((each) => (last.samples[each.name] || []).length);
     section.hidden = !run;
     if (!run) return;
-    const told = last.samples[run.name], newest = told[told.length - 1].step, now = run.name + " " + newest;
+    const samples = last.samples[run.name], newest = samples[samples.length - 1].step, now = run.name + " " + newest;
     if (section.dataset.now === now) return; // what someone opened stays open
     section.dataset.now = now;
-    section.querySelector(".remark").textContent = run.name + ": beginnings from the validation set, in grey, and how it goes on.";
-    section.querySelector(".body").replaceChildren(...told.toReversed().map(({ step, texts }) => {
+    section.querySelector(".remark").textContent = run.name + ": prompts from the validation set in grey, continued by the model.";
+    section.querySelector(".body").replaceChildren(...samples.toReversed().map(({ step, texts }) => {
       const box = element("details"), rows = texts.map(({ prompt, text }) => {
         const row = element("pre", undefined, { class: "sample", tabindex: "0" });
         row.append(element("span", prompt, { class: "quiet" }), element("span", text));
@@ -307,13 +307,14 @@
     const rows = all.toSorted((a, b) => b.time - a.time).slice(0, 60).map((event) => {
       const { time, what, run, command: _, heard: __, ...rest } = event;
       const row = element("tr");
-      const told = Object.entries(rest).filter((each) => each[1] !== "").map(([key, value]) => key + " " + digits(value)).join(", ");
+      const detail = Object.entries(rest).filter((each) => each[1] !== "").map(([key, value]) =>
+        key === "why" ? value : key === "seconds" ? digits(value) + " s" : key + " " + digits(value)).join(", ");
       row.append(element("td", new Date(1000 * time).toLocaleString("en-GB")), element("td", EVENTS[what] || what),
-        element("td", told), element("td", last.runs.length > 1 ? run : "", { class: "quiet" }));
+        element("td", detail), element("td", last.runs.length > 1 ? run : "", { class: "quiet" }));
       return row;
     });
     const table = element("table"), head = element("thead"), body = element("tbody"), row = element("tr");
-    row.append(...["time", "event", "", "run"].map((text) => text === "" ? element("th", "what") : element("th", text)));
+    row.append(...["time", "event", "details", "run"].map((text) => element("th", text)));
     head.append(row);
     body.append(...rows);
     table.append(head, body);
