@@ -231,7 +231,7 @@ def _write_end(
     if elastic is not None:
         if not elastic.members.finish():
             if not last:
-                raise Preempted("told to stop; another replica has saved")
+                raise Preempted("stop requested; another replica has saved")
             return
         if last and train_state.run.train.eval_every:
             _evaluate(train_state, source, metrics, display, monitor)

@@ -109,7 +109,7 @@ class Replicas:
                 waited = time.monotonic() - self.stop.since
                 nobody = not membership.members or not running  # who could save
                 if nobody or waited > self.run.train.save_deadline:
-                    print("told to stop: the run can go on later, from its last checkpoint", file=sys.stderr)
+                    print("stop requested: the run can be resumed, from its last checkpoint", file=sys.stderr)
                     return PREEMPTED
             elif not running and all(each.due == float("inf") for each in self.replicas):
                 print("error: no replica is left", file=sys.stderr, flush=True)
