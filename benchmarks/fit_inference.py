@@ -25,9 +25,9 @@ from shardwise.plan.published.serving_rows import MEASURES, first_measured, serv
 from shardwise.plan.serving.inference import NAMES, constants_of, groups_of
 from shardwise.plan.serving.loads import prepare, quantities
 
-PRIOR = {"common": 0.3, "group": 0.15}
+PRIOR = {"common": 0.5, "group": 0.15}
 """Standard deviations of the logarithms before anything is seen."""
-LOOSE = {"wait": 0.7, "gap": 0.5, "launch": 0.3, "step": 0.7, "stall": 0.7, "arrive": 1.0, "queue": 0.7}
+LOOSE = {"wait": 0.7, "grouped": 0.8, "gap": 0.5, "launch": 0.3, "step": 0.7, "stall": 0.7, "arrive": 1.0, "queue": 0.7}
 FIRST_TOKEN = ("arrive", "queue")
 HELD = 0.8
 

@@ -9,7 +9,7 @@ import re
 
 from shardwise.plan.published.rows import Row, Unsupported, cluster_of_row, model_of
 from shardwise.plan.serving.cost import Serving
-from shardwise.plan.serving.engines import ENGINES, FORMATS
+from shardwise.plan.serving.engines import ENGINES, FORMATS, Engine
 from shardwise.plan.serving.inference import cache_width
 from shardwise.plan.serving.loads import Load
 from shardwise.run import ModelConfig
@@ -46,13 +46,14 @@ def serving_of_row(row: Row) -> tuple[Serving, Load, tuple[str, ...]]:
     windowed = (0.0, 0)
     if "alternating" in str(row["model"].get("window")):
         windowed = (0.5, int(re.findall(r"\d+", row["model"]["window"])[0]))
+    engine = ENGINES[_engine_name(row)]
     serving = Serving(
         model=model,
         cluster=cluster,
-        engine=ENGINES[_engine_name(row)],
+        engine=engine,
         weights=FORMATS[precision],
         attention_weights=FORMATS["bf16" if _bf16_attention(model, precision) else precision],
-        cache_bytes=_cache_bytes(row, precision),
+        cache_bytes=_cache_bytes(row, precision, engine),
         windowed=windowed,
         head=None,
         **ranks,
@@ -71,9 +72,10 @@ def _engine_name(row: Row) -> str:
     return name if name in ENGINES else "trtllm"
 
 
-def _cache_bytes(row: Row, precision: str) -> float:
-    """Bytes of an element of the cache, as declared, else as is usual with such weights."""
-    return CACHES.get(str((row.get("software") or {}).get("kv_dtype")), cache_width(precision))
+def _cache_bytes(row: Row, precision: str, engine: Engine) -> float:
+    """Bytes of an element of the cache, as declared, else what the engine does with such weights."""
+    usual = cache_width(precision) if engine.narrow_cache else 2.0
+    return CACHES.get(str((row.get("software") or {}).get("kv_dtype")), usual)
 
 
 def _bf16_attention(model: ModelConfig, precision: str) -> bool:

@@ -9,8 +9,11 @@ Costs are added up by kind of work before any fitted constant, so that fitting a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -120,9 +123,30 @@ def weight_gemm_seconds(chip: Chip, rows: Any, columns: Any, inner: Any, form: F
     return float(np.maximum(reading, computing))
 
 
-def experts_hit(experts: float, per_token: float, tokens: float) -> float:
-    """How many experts a batch touches, when each token chooses at random."""
-    return experts * (1.0 - (1.0 - per_token / experts) ** tokens)
+def experts_hit(experts: float, per_token: float, tokens: float, skew: float = 0.0) -> float:
+    """How many experts a batch touches, when each token chooses at random; `skew`: some are chosen more often than others."""
+    chances = np.minimum(per_token / experts * popularity(skew), 1.0)
+    return float(experts * np.mean(1.0 - (1.0 - chances) ** tokens))
+
+
+@cache
+def popularity(skew: float) -> Any:
+    """How often experts are chosen, relative to the mean: lognormal, `skew` being the deviation of the logarithm."""
+    if not skew:
+        return np.ones(1)
+    places = np.array([NormalDist().inv_cdf((n + 0.5) / 256) for n in range(256)])
+    weights = np.exp(skew * places)
+    return weights / weights.mean()
+
+
+def busiest_share(experts: float, ranks: int, skew: float) -> float:
+    """Rows of the busiest of `ranks`, relative to the mean, when each has an equal part of the experts. A sum of lognormal
+    popularities is nearly lognormal (Fenton 1960), and the largest of so many is as far out as the largest normal one (Blom)."""
+    if ranks <= 1 or not skew:
+        return 1.0
+    variance = math.log1p(math.expm1(skew**2) / max(1.0, experts / ranks))
+    most = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return math.exp(variance**0.5 * most - variance / 2)
 
 
 def _all_reduce(cost: Cost, s: Serving, size: float, ranks: int) -> None:
@@ -141,6 +165,12 @@ def _elementwise(cost: Cost, s: Serving, *sizes: float) -> None:
     """Kernels that only move bytes."""
     for size in sizes:
         cost.add("elementwise", memory_seconds(s.chip, size))
+
+
+def _scaled_to_4_bits(cost: Cost, s: Serving, form: Format, rows: float, inner: float) -> None:
+    """Inputs of GEMMs in 4 bits are quantized in blocks before each, by a kernel of its own."""
+    if form.dtype(s.chip) == "fp4":
+        _elementwise(cost, s, rows * inner * (2.0 + form.bytes))
 
 
 def _attention_core(
@@ -177,6 +207,7 @@ def _attention(cost: Cost, s: Serving, at: Shape) -> None:
     kind = "read" if at.decode else "matmul"
 
     def gemm(columns: float, inner: float, count: float = 1) -> None:
+        _scaled_to_4_bits(cost, s, form, rows, inner * count)
         cost.add(kind, weight_gemm_seconds(chip, rows, columns, inner, form, count))
 
     heads = m.heads / t
@@ -205,8 +236,10 @@ def _attention(cost: Cost, s: Serving, at: Shape) -> None:
 def _feed_forward(cost: Cost, s: Serving, rows: float, width: float, kind: str) -> None:
     """A dense feed-forward layer of `width` on this rank."""
     columns = width * (2 if s.model.gated else 1)
+    _scaled_to_4_bits(cost, s, s.weights, rows, s.model.hidden)
     cost.add(kind, weight_gemm_seconds(s.chip, rows, columns, s.model.hidden, s.weights))
     _elementwise(cost, s, rows * (columns + width) * 2)
+    _scaled_to_4_bits(cost, s, s.weights, rows, width)
     cost.add(kind, weight_gemm_seconds(s.chip, rows, s.model.hidden, width, s.weights))
 
 
@@ -214,19 +247,21 @@ def _experts(cost: Cost, s: Serving, at: Shape) -> None:
     """Router and routed experts: the tokens of all replicas meet at the experts."""
     m, chip = s.model, s.chip
     tokens = at.tokens * s.replicas
-    rows = tokens * m.experts_per_token / s.expert
+    skew = s.engine.expert_skew
+    rows = tokens * m.experts_per_token / s.expert * busiest_share(m.experts, s.expert, skew)
     held = m.experts / s.expert
-    hit = max(1.0, experts_hit(held, m.experts_per_token / s.expert, tokens))
+    hit = max(1.0, experts_hit(held, m.experts_per_token / s.expert, tokens, skew))
     width = m.expert_ffn / s.expert_tensor
     cost.add("read", weight_gemm_seconds(chip, at.tokens, m.experts, m.hidden, FORMATS["bf16"]))
     _elementwise(cost, s, at.tokens * m.experts * 8, rows * m.hidden * 4, rows * 3 * width * 2, rows * m.hidden * 4)
     dtype = s.weights.dtype(chip)
     for columns, inner in ((2 * width, m.hidden), (m.hidden, width)):
+        _scaled_to_4_bits(cost, s, s.weights, rows, inner)
         if s.weights.bytes < ITEM_BYTES[dtype]:
             seconds = weight_gemm_seconds(chip, rows / hit, columns, inner, s.weights, hit)
         else:
             seconds = float(grouped_gemm_seconds(chip, rows, columns, inner, hit, dtype))
-        cost.add("experts", seconds)
+        cost.add("experts" if at.decode else "grouped", seconds)
     if s.replicas > 1:  # tokens travel to their experts and back
         size = at.tokens * min(m.experts_per_token, s.expert) * m.hidden
         for width_of in (min(2.0, s.weights.bytes), 2.0):

@@ -30,7 +30,7 @@ FEW = 512
 """Tokens up to which a step mostly reads matrices, as decoding does."""
 TOUCH = 16.0
 """Keys that attention hardly notices."""
-COMPUTED = ("read", "matmul", "elementwise", "experts")
+COMPUTED = ("read", "matmul", "elementwise", "experts", "grouped")
 
 
 @dataclass(frozen=True)
