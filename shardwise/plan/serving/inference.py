@@ -35,8 +35,8 @@ NAMES: dict[str, tuple[float, tuple[str, ...]]] = {
 """Factors on the seconds of a kind of work: GEMMs of decoding (`read`) and of prefill (`matmul`), those of experts likewise
 (`experts` and `grouped`), attention, elementwise kernels, collectives; on an engine's waits, launches, steps and arrivals; on a run
 under full load. `gap` is seconds between the kernels of a CUDA graph. `stall` is the share of the other replicas' prompts that a
-replica of attention waits for at the experts. `queue` is the share of the other clients' prompts that one waits for: a twentieth when
-all come at once and then each sends ten, as benchmarks do."""
+replica of attention waits for at the experts. `queue` is the share of the other clients' prompts that one waits for: a twentieth
+when all come at once and then each sends ten, as benchmarks do."""
 
 
 @cache
