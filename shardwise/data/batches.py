@@ -37,6 +37,7 @@ class Batch:
     reference: NDArray[np.floating[Any]] | None = None  # [rows, length], what a reference said of the targets
     teacher_tokens: NDArray[np.int64] | None = None  # [rows, length, k], the likeliest that a teacher would say
     teacher_logprobs: NDArray[np.floating[Any]] | None = None
+    step_tokens: int | None = None  # of the whole step, over all ranks, that are no padding; None: none is
 
     @property
     def slots(self) -> NDArray[np.int64]:

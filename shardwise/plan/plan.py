@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.ledger import Account, Memory, as_dict
+from shardwise.plan.cost.answer_tokens import step_tokens
 from shardwise.plan.cost.constants import classes_of, interval, known_chip
 from shardwise.plan.cost.flops import CONVENTION, parameters, training_flops
 from shardwise.plan.cost.host import host_bytes, link_of
@@ -110,7 +111,8 @@ def plan_job(
     step = replace(step, seconds=step.seconds + stall, breakdown={**step.breakdown, "data": stall})
     done = replace(work(run), bytes=bytes_moved(job, step))
     sent = traffic(run, None if precise else 0)
-    account = Account("plan", step.seconds, job.tokens, step.breakdown, done, memory, sent)
+    tokens = step_tokens(run) if run.objective.kind == "grpo" else job.tokens
+    account = Account("plan", step.seconds, tokens, step.breakdown, done, memory, sent)
     devices = run.layout.world
     mfu = job.tokens * training_flops(job.model, job.seq_len, job.adapter) / (step.seconds * devices * mfu_peak(job)[1])
     cost = job_cost(run, job.cluster, step.seconds, devices, parameters(job.model).total * 12.0)

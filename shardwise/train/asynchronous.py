@@ -118,7 +118,7 @@ def train_step(state: TrainState, batch: Batch, stop: bool) -> StepResult:
     share = objective.count(batch) * layout.data_ranks / layout.world
     counted = state.start_all_reduce(on_device(torch.tensor([share, float(stop)], dtype=torch.float64), state.device))
     state.step += 1
-    state.tokens += state.run.batch_tokens
+    state.tokens += state.run.batch_tokens if batch.step_tokens is None else batch.step_tokens
     state.updates.due.append((state.step, counted))
     loss = state.passes(batch)
     own = torch.cat((loss[None], objective.measured)).double() / layout.tensor

@@ -329,6 +329,9 @@ class _StepLog:
         memory = peak_memory(self.train_state.device)
         objective = self.train_state.objective
         measured = objective.shown(dict(zip(objective.metrics, result.read_measured(), strict=True)))
+        # Of answers it is known which tokens are padding, and how many rows were computed where several are in one.
+        counted = figures.get("step_tokens", run.batch_tokens) * replicas
+        flops = self.flops * figures.get("packed_rows", run.train.global_batch) / run.train.global_batch
         skipped = self.monitor.judge(loss, grad_norm, result, self.display.log)
         if self.metrics is not None:
             self.metrics.record(
@@ -337,9 +340,9 @@ class _StepLog:
                 grad_norm=grad_norm,
                 lr=result.learning_rate,
                 tokens=tokens,
-                tokens_per_s=run.batch_tokens * replicas / seconds,
+                tokens_per_s=counted / seconds,
                 seconds=seconds,
-                mfu=self.flops / seconds / self.peak,
+                mfu=flops / seconds / self.peak,
                 memory_gib=round(memory / 2**30, 3),
                 **figures,
                 **measured,
@@ -354,8 +357,8 @@ class _StepLog:
                 loss=loss,
                 grad_norm=grad_norm,
                 learning_rate=result.learning_rate,
-                tokens_per_s=run.batch_tokens * replicas / self.pace,
-                mfu=self.flops / self.pace / self.peak,
+                tokens_per_s=counted / self.pace,
+                mfu=flops / self.pace / self.peak,
                 memory=memory,
                 seconds_left=self.pace * (run.train.steps - result.step),
                 reward=figures.get("reward"),

@@ -160,7 +160,8 @@ class TrainState:
             self.objective.weigh_auxiliary(counted()[0])
         loss = passes_twice(self, batch) if recheck else (self.replay or self.passes)(batch)
         self.step += 1
-        self.tokens += self.run.batch_tokens * (1 if self.elastic is None else self.elastic.members.count)
+        counted_tokens = self.run.batch_tokens if batch.step_tokens is None else batch.step_tokens
+        self.tokens += counted_tokens * (1 if self.elastic is None else self.elastic.members.count)
         own_square = self._exchange_gradients(counted)
         with phase("clip"):
             square = self.optimizer.squared_norm(self.device) if own_square is None else own_square

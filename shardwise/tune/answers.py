@@ -121,6 +121,11 @@ def exchange(own: Answers, prompts: int, group: int, device: torch.device, ranks
     return Answers(**made)
 
 
+def tokens_of(answers: Answers) -> int:
+    """Of prompts and answers."""
+    return int((answers.prompts + answers.lengths).sum())
+
+
 def packing_of(answers: Answers, run: Run) -> Packing | None:
     """How they are packed, where a run asks for it. The last token of an answer is only ever a target."""
     return Packing(np.maximum(answers.prompts + answers.lengths - 1, 1), run) if run.objective.pack else None
@@ -156,5 +161,6 @@ def batch_of(answers: Answers, rows: Ints, run: Run, pad: int, packing: Packing 
         old=own(answers.old) if answers.old.size else None,
         reference=own(answers.reference) if answers.reference.size else None,
         answers=learned,
+        step_tokens=tokens_of(answers),
         per_token=counted / tokens_in_all,
     )

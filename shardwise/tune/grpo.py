@@ -24,7 +24,7 @@ from shardwise.serve.request import Sampling
 from shardwise.train.objectives.grpo import AnswerBatch
 from shardwise.train.source import Note
 from shardwise.train.step import TrainState
-from shardwise.tune.answers import Answers, batch_of, packing_of
+from shardwise.tune.answers import Answers, batch_of, packing_of, tokens_of
 from shardwise.tune.logprobs import answer_logprobs
 from shardwise.tune.reference import Reference
 from shardwise.tune.rewards import Rewards
@@ -124,10 +124,13 @@ class GrpoSource:
 
     def worth(self, answers: Answers) -> dict[str, Any]:
         """Figures of answers: what they are worth, how long they are."""
-        groups = answers.rewards.reshape(-1, self.run.objective.group)
+        groups, packing = answers.rewards.reshape(-1, self.run.objective.group), packing_of(answers, self.run)
         found = {"reward": float(answers.rewards.mean()), "reward_std": float(groups.std(axis=1, ddof=1).mean())}
         for name, column in zip(self.rewards.names, answers.judged.T, strict=True):
             found[f"reward/{name}"] = float(column.mean())
+        found["step_tokens"] = tokens_of(answers)
+        if packing is not None:
+            found["packed_rows"] = packing.rows
         found["completion_tokens"] = float(answers.lengths.mean())
         found["completion_cut"] = float(1 - answers.ended.mean())
         return found

@@ -108,7 +108,7 @@ def _keys(subject: str) -> dict[str, Any]:
 def _width(model: str, keys: dict[str, Any], layout: dict[str, Any]) -> str:
     """A model of this kind whose rows are whole blocks of 4-bit weights, where it needs them to be."""
     if not keys.get("adapter", "").startswith("qlora"):
-        return model if layouts.is_legal(model, layout, keys) else "dense"
+        return model if layouts.legal_run(model, layout, keys) else "dense"
     return "wide mixture" if cases.model_of(model).get("experts") else "wide"
 
 
@@ -123,7 +123,7 @@ def _drawn(generator: random.Random, keys: dict[str, Any], world: int, axes: int
         train |= keys
         if train.get("adapter", "").startswith("qlora"):
             model = " + ".join([_width(model, keys, layout), *model.split(" + ")[1:]])
-        if layouts.is_legal(model, layout, train):
+        if layouts.legal_run(model, layout, train):
             return model, layout, train
 
 

@@ -267,6 +267,7 @@ ADAPTER_EDGES: list[Drawn] = [
     ("wide", dict(shard=2, recompute="full"), LOW_PRECISION | dict(adapter="qlora", layers=2)),
     ("wide", dict(tensor=2, pipeline=2, schedule="zb-h1"), LOW_PRECISION | dict(adapter="qlora")),
     ("dense", dict(tensor=4), dict(adapter="lora")),  # more ranks than key/value heads
+    ("dense", dict(context=2, tensor=2, context_method="gather"), dict(adapter="dora")),  # of which each rank has one
     ("dense", dict(shard=2, zero=2), LOW_PRECISION | dict(adapter="lora")),
     ("dense", dict(tensor=2), LOW_PRECISION | dict(adapter="lora")),
     ("mixture", dict(tensor=2, shard=2, expert=2, expert_tensor=True), LOW_PRECISION | dict(adapter="lora")),

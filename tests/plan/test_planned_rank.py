@@ -12,7 +12,7 @@ from shardwise.plan.cost.job import job_of
 from shardwise.plan.plan import plan
 from shardwise.plan.trainer import memory, saved
 from shardwise.plan.trainer.memory import memory_of, memory_that_fits
-from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
+from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank, planned_rank
 from shardwise.plan.trainer.state import state_bytes
 from shardwise.plan.trainer.traffic import by_group, first_ranks, ledger, traffic
 from shardwise.run import Run, run_from_dict
@@ -142,3 +142,22 @@ def test_ranks_that_are_counted_together_hold_and_send_what_each_does_alone(name
     assert memory_that_fits(other, job_of(other)) == memory_of(other, job_of(other))
     most = max((by_group(run, rank) for rank in ranks), key=lambda sent: sum(one.bytes for one in sent.values()))
     assert traffic(run) == ledger(most)
+
+
+@pytest.mark.parametrize(
+    "adapter", [dict(kind="dora"), dict(kind="lora", targets=["q"]), dict(kind="lora")], ids=["dora", "q alone", "lora"]
+)
+def test_gathered_values_of_one_head_may_have_no_gradient(adapter: dict[str, object]) -> None:
+    """Which is deferred where the matrix, or an adapter that ends in its output, is trained: by LoRA on v alone here."""
+    found = []
+    for method in ("gather", "ring"):
+        layout = dict(context=2, tensor=2, pipeline=2, schedule="zb-h1", context_method=method)
+        run = run_from_dict(
+            dict(
+                model=dict(layers=2, hidden=32, heads=4, kv_heads=2, vocab=61), adapter=dict(rank=2) | adapter, layout=layout,
+                train=dict(global_batch=4, seq_len=16, microbatch=1),
+            )
+        )  # fmt: skip
+        planned = planned_rank(run, 0)
+        found.append(saved.saved(planned, planned.stages[0]).deferred)
+    assert (found[0] > found[1]) == (adapter == dict(kind="lora"))

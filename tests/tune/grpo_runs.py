@@ -23,6 +23,8 @@ SAME = (
     "reward",
     "reward_std",
     "completion_tokens",
+    "step_tokens",
+    "tokens",
     "kl",
     "mismatch",
     "clip_fraction",

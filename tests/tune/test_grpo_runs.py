@@ -14,8 +14,10 @@ from grpo_runs import grpo_run
 
 from shardwise.checkpoint.format import read_manifest
 from shardwise.cli.main import main
+from shardwise.plan.plan import plan
 from shardwise.run import Run, UserError, to_toml
 from shardwise.train.loop import train
+from shardwise.train.metrics import read_metrics
 from shardwise.train.step import TrainState
 from shardwise.tune.grpo import GrpoSource
 from shardwise.tune.rollouts import sampling_of
@@ -77,6 +79,21 @@ def test_a_run_learns_its_task(task: Path, tmp_path: Path) -> None:
         0
     ].keys()
     assert records(tmp_path / "out", "eval_reward")[-1]["eval_reward"] > 0.5
+    for step in (each for each in read_metrics(tmp_path / "out") if "loss" in each):  # padding is no token
+        assert step["tokens_per_s"] * step["seconds"] == pytest.approx(step["step_tokens"])
+        assert 32 * step["completion_tokens"] + 32 <= step["step_tokens"] < 32 * 16
+    assert steps[-1]["tokens"] == sum(step["step_tokens"] for step in steps)
+
+
+def test_a_plan_counts_no_padding(task: Path) -> None:
+    prompts = source_of(grpo_run(task)).prompts  # type: ignore[attr-defined]
+    lengths = [len(prompt.tokens) for prompt in prompts.take(np.arange(prompts.count))]
+    keys = dict(cluster=dict(chip="h200"))
+    short, long = (
+        plan(grpo_run(task, train=dict(seq_len=n, dtype="bfloat16", device="cuda"), **keys)) for n in (32, 64)
+    )
+    assert short.account.tokens == long.account.tokens == 8 * (round(np.mean(lengths)) + 6)
+    assert short.account.step_seconds < long.account.step_seconds
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "ahead"])

@@ -16,14 +16,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
-from shardwise.data.shards import read_index
 from shardwise.hardware import collective_seconds
 from shardwise.hardware.chips import Chip
 from shardwise.hardware.engine_facts import engine_facts
 from shardwise.ledger import Memory
+from shardwise.plan.cost.answer_tokens import prompt_tokens
 from shardwise.plan.cost.flops import forward_flops
 from shardwise.plan.cost.job import cluster_of, job_of
 from shardwise.plan.serving.cost import Serving
@@ -40,7 +39,6 @@ from shardwise.run.derive import keeps_compute_copies, planned_on_gpu
 from shardwise.run.load import LoadRequest
 from shardwise.run.parameters import find_parameter
 from shardwise.run.served import ServingRank
-from shardwise.run.vocabulary import INDEX
 from shardwise.run.weights import BYTES
 
 
@@ -215,14 +213,6 @@ class RolloutPlan:
             "engines": {"count": self.layout.replicate}
             | {axis: getattr(self.layout, axis) for axis in ("tensor", "pipeline", "expert")},
         }  # fmt: skip
-
-
-def prompt_tokens(run: Run) -> int:
-    """The mean length of a run's prompts, where its sets are there; else what answers leave of a row."""
-    most = run.train.seq_len - run.objective.completion_tokens
-    found = [read_index(folder) for folder in run.data.sets if (Path(folder) / INDEX).is_file()]
-    documents = sum(index.documents for index in found)
-    return max(1, min(most, round(sum(index.tokens for index in found) / documents))) if documents else most
 
 
 def played_round(run: Run, memory: RolloutMemory) -> Played:

@@ -130,9 +130,10 @@ def _grouped(tape: Tape, x: str) -> Heads:
         tape.rematerialized("heads", head, x)
     lay, train = tape.planned.run.layout, tape.planned.run.train
     gathers = tape.planned.size("context") > 1 and lay.context_method == "gather" and train.fp8 != "tensorwise"
-    if gathers and keys == 1 and (m.qk_norm or m.position == "rotary"):
-        # The gradient of one head's values is a view of that of its keys and values.
-        tape.deferred[f"{tape.prefix}gradient of attention.v"] *= 2
+    gradient = f"{tape.prefix}gradient of attention.v"
+    if gathers and keys == 1 and (m.qk_norm or m.position == "rotary") and gradient in tape.deferred:
+        # The gradient of one head's values is a view of that of its keys and values; a magnitude behind them makes another.
+        tape.deferred[gradient] *= 2
     return Heads(queries, keys, m.head_dim, m.head_dim, projected[0], projected[1], v)
 
 
