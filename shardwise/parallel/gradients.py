@@ -55,6 +55,8 @@ def reduce_partial_gradients(held: Iterable[LocalParameter], mesh: Mesh) -> None
         all_reduce_together(tied, mesh.group("tied"))
     if mesh.group("mirror") is not None:
         for h in held:  # one by one and in place: together they are as large as the gradients
+            if h.leaf.requires_grad and h.leaf.grad is None:  # where a step is so short that nothing went this way
+                h.leaf.grad = torch.zeros_like(h.leaf)
             if h.grad is not None and h.grad.numel():
                 dist.all_reduce(h.grad, group=mesh.group("mirror"))
 

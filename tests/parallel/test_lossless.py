@@ -28,7 +28,7 @@ def trained_and_measured(rank: int, run: Run) -> tuple[dict[str, Any], Any]:
     return cases.train(rank, run), verify_rank(run, steps=1)
 
 
-def held(verdict: Any) -> float:
+def saved_bytes(verdict: Any) -> float:
     """Bytes of saved activations, planned and found alike."""
     assert not verdict.beyond(TOLERANCE), verdict.beyond(TOLERANCE)
     plan, found = (memory.ranks[0]["activations"] for memory in (verdict.planned.memory, verdict.measured.memory))
@@ -57,14 +57,16 @@ def test_a_square_is_made_of_its_root_bit_for_bit(ranks: RankPool, layout: dict[
         run = runs[0]
         tokens, width = run.train.microbatch * run.train.seq_len, dict(float64=8, bfloat16=2)[dtype]
         inner = tokens * run.model.ffn // run.layout.tensor * width * run.model.layers // run.layout.pipeline
-        flying = (held(before) - held(after)) / inner
+        flying = (saved_bytes(before) - saved_bytes(after)) / inner
         assert flying == (1 if run.layout.pipeline == 1 else pytest.approx(2, abs=1))
         assert flying > 0
 
 
 def test_relu_saves_one_tensor_for_itself_and_for_the_matrix_behind_it() -> None:
     """So a mask of its signs, which is all that its own gradient needs, would come on top."""
-    one, two = (held(verify_rank(run_of(name, False, {}, dtype="float32"), steps=1)) for name in ("relu", "relu2"))
+    one, two = (
+        saved_bytes(verify_rank(run_of(name, False, {}, dtype="float32"), steps=1)) for name in ("relu", "relu2")
+    )
     run = run_of("relu", False, {}, dtype="float32")
     assert two - one == run.train.microbatch * run.train.seq_len * run.model.ffn * 4 * run.model.layers
 

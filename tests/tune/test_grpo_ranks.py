@@ -26,6 +26,7 @@ AXES: list[dict[str, Any]] = [
     dict(pipeline=2),
     dict(context=2),
 ]
+DUALPIPE: dict[str, Any] = dict(pipeline=2, schedule="dualpipe")
 MODEL = dict(layers=2, hidden=32, heads=4, kv_heads=2, vocab=260)
 TO_EXPERTS = dict(experts=4, experts_per_token=2, router="sigmoid", shared_experts=1)
 EXPERTS = MODEL | TO_EXPERTS
@@ -48,8 +49,9 @@ def test_every_axis_learns_the_same(ranks: RankPool, task: Path, tmp_path: Path,
         (dict(shard=2, tensor=2, expert=2), EXPERTS | dict(vocab=261)),
         (dict(pipeline=2, tensor=2, schedule="interleaved"), MODEL | dict(layers=4, tied_embeddings=True)),
         (dict(tensor=4), MODEL),
+        (dict(pipeline=2, schedule="dualpipe"), MODEL),
     ],
-    ids=["experts", "interleaved", "copied heads"],
+    ids=["experts", "interleaved", "copied heads", "both ends"],
 )
 @pytest.mark.drawn(1)
 def test_engines_cut_otherwise_than_the_trainer_answer_the_same(
@@ -83,7 +85,7 @@ LARGE = pytest.mark.large("packed answers on every axis; the small tier has two"
     [
         dict(pipeline=2),
         dict(shard=2, zero=1),
-        *(pytest.param(each, marks=LARGE) for each in (dict(replicate=1), *AXES, dict(tensor=2, context=2))),
+        *(pytest.param(each, marks=LARGE) for each in (dict(replicate=1), *AXES, dict(tensor=2, context=2), DUALPIPE)),
     ],
     ids=lambda layout: "-".join(layout),
 )

@@ -25,7 +25,7 @@ from shardwise.model.layers import Norm
 from shardwise.model.moe.layer import Router
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.activations.quantized import quantized_in
-from shardwise.parallel.activations.rematerialize import keep_in_form, rematerialize, square_again
+from shardwise.parallel.activations.rematerialize import keep_in_form, rematerialize, rematerialize_squares
 from shardwise.parallel.activations.swap import Swap
 from shardwise.parallel.observer import Observers
 from shardwise.plan.trainer.rank import PlannedRank
@@ -95,7 +95,7 @@ def apply_recompute(model: Transformer, run: Run, rank: int, observers: Observer
             )
             keep_in_form(block, words, quantized_in(run.memory.activation_bits))
     for block in blocks if run.memory.lossless else ():
-        square_again(block)
+        rematerialize_squares(block)
     if layout.recompute in ("budget", "optimal") or swap is not None:
         planned = PlannedRank(run, rank).recomputed
         for name, block in model.layers.items():

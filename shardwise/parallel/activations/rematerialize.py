@@ -97,7 +97,7 @@ def _feed_forward(ffn: FeedForward, words: frozenset[str], note: Note) -> None:
         ffn.gated = product
 
 
-def square_again(block: Block) -> None:
+def rematerialize_squares(block: Block) -> None:
     """Let the square of a ReLU be made of the ReLU, which is saved for its own gradient: the matrix behind it needs its values, of
     which there is nothing smaller without loss but these (Gist, Jain et al. 2018)."""
 

@@ -198,8 +198,8 @@ def _activation(ops: OpList, part: str, numel: Number) -> None:
         saved = (3 if eager else 2) * size
         ops.elementwise("activation", part, (5 if eager else 3) * size, (8 if eager else 5) * size, saved=saved)
     else:
-        again = ops.job.memory.lossless  # a square, made once more in the place of saving it
-        ops.elementwise("activation", part, 2 * size, (5 if again else 3) * size, saved=0.0 if again else size)
+        remade = ops.job.memory.lossless  # a square, made once more in the place of saving it
+        ops.elementwise("activation", part, 2 * size, (5 if remade else 3) * size, saved=0.0 if remade else size)
 
 
 def _feed_forward(ops: OpList, width: int, *, early_stop: bool = False) -> None:
