@@ -64,7 +64,7 @@ def check(folder: Path) -> None:
 def test_a_replica_that_is_killed_rejoins_while_the_others_train_on(
     tmp_path: Path, layout: dict[str, Any], victim: int, mates: list[int]
 ) -> None:
-    prepare(tmp_path, layout)
+    prepare(tmp_path, layout, global_batch=6 if "shard" not in layout else 8)
     process = start(tmp_path)
     try:
         until(lambda: len(events(tmp_path, "exchange")) > 1, process)
