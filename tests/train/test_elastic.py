@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from tiny_run import tiny_run
 
 from shardwise.parallel.outer import Outer
-from shardwise.run import UserError
+from shardwise.plan.search import resolve
+from shardwise.run import LayoutConfig, UserError
+from shardwise.run.config import ClusterConfig
 from shardwise.train import loop
 from shardwise.train.elastic import run_of_replica
 from shardwise.train.environment import RankEnvironment
@@ -51,3 +54,13 @@ def test_a_launcher_that_starts_all_ranks_is_refused() -> None:
     check_world(run, RankEnvironment(0, 1, 0, "127.0.0.1", 29500, has_agent=True))
     with pytest.raises(UserError, match="needs 1 rank"):
         check_world(run, RankEnvironment(0, 2, 0, "127.0.0.1", 29500, has_agent=True))
+
+
+def test_a_search_lays_out_replicas_that_come_and_go() -> None:
+    cluster = dict(nodes=1, devices_per_node=4, chip="cpu")
+    layout = dict(auto=True, fixed=("replicate", "sync_every", "sync_elastic"), **LAYOUT)
+    found = resolve(
+        replace(tiny_run(global_batch=8, microbatch=1), layout=LayoutConfig(**layout), cluster=ClusterConfig(**cluster))
+    )
+    assert (found.layout.replicate, found.layout.sync_every, found.layout.sync_elastic) == (2, 4, True)
+    assert found.layout.world == 4

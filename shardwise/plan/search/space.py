@@ -64,7 +64,7 @@ class Choices:
 
 BETWEEN = (
     "compress", "compress_warmup", "compress_weights", "compress_shards", "sync_every", "sync_fragments", "sync_overlap",
-    "secondary_shard",
+    "sync_elastic", "secondary_shard",
 )  # fmt: skip
 """Keys that speak of what replicas or shards send each other: legal only where there are any."""
 

@@ -55,6 +55,8 @@ class Membership:
         self.members: list[int] = []
         self.writer = -1
         self.era = self.round = self.generation = self.step = 0
+        self.reached = [-1] * replicas
+        """The step of the last exchange that each took part in."""
         self.over = False
         self._promised: dict[int, int] = {}  # replicas that join, and who gives them its state
         self._group: tuple[int, ...] = ()
@@ -190,6 +192,8 @@ class Membership:
         joining = [] if self._last or self._stop else joining
         givers = {joiner: self.members[n % len(self.members)] for n, joiner in enumerate(joining)}
         stayed, added = list(self.members), list(self._voting)
+        for replica in stayed:
+            self.reached[replica] = self.step
         self.round += 1
         self._voting, self.members = [], sorted([*stayed, *joining])
         self.say("exchange", round=self.round, step=self.step, era=self.era, added=added, joined=givers)

@@ -172,13 +172,15 @@ class Replicas:
         if membership.over or self.stop.wanted:
             membership.leave(each.number, each.start)
             return None
-        wait = each.restarts.after_failure(membership.step)
+        wait = each.restarts.after_failure(membership.reached[each.number])
         membership.leave(each.number, each.start)
         record_event(self.out, "replica failed", replica=each.number, why=why)
         if wait is None:
             often = counted(each.restarts.failures, "time")
             print(
-                f"error: {why}; replica {each.number} has failed {often} and is given up", file=sys.stderr, flush=True
+                f"error: {why}; replica {each.number} has failed {often} without an exchange and is given up",
+                file=sys.stderr,
+                flush=True,
             )
             membership.give_up(each.number)
             each.code = 1

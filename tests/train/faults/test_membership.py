@@ -74,6 +74,7 @@ def test_an_exchange_is_repeated_where_one_died_in_it(three: Replicas) -> None:
     assert answers[0]["generation"] > before
     assert [each.result(5)["commit"] for each in three.vote(0, 2)] == [True, True]
     assert three.said[-1][1]["added"] == [0, 2]
+    assert three.membership.reached == [4, -1, 4]
 
 
 def test_sums_that_all_others_have_count_with_the_one_that_died_behind_them(three: Replicas) -> None:
