@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -142,8 +143,8 @@ def findings(explained: Explained) -> RenderableType:
         gain = f"up to {words.seconds(each['gain'] / 1e9)} a step, {words.percent(each['share'])}"
         cost = f"{words.digits(each['gpu_hours_per_day'])} device-hours a day"
         lines.append(terminal.safe(f"{at}. {each['title']}: {gain}, {cost}", "bold"))
-        lines.append(terminal.safe(f"   {each['advice']}"))
-        lines += [terminal.safe(f"   - {evidence}", "dim") for evidence in each["evidence"]]
+        below = [terminal.safe(each["advice"]), *(terminal.safe(f"- {line}", "dim") for line in each["evidence"])]
+        lines += [Padding(text, (0, 0, 0, 3), expand=False) for text in below]
     return Group(*lines)
 
 

@@ -47,9 +47,10 @@ def figures(explained: Explained) -> list[tuple[str, str, str]]:
     axes = axis_rows(explained)
     most = max(axes, key=lambda row: row.exposed, default=None)
     causes = idle_by_cause(explained)
+    seen = f"step{'s' * (len(steps) > 1)} {numbers}" if steps else "the whole file"
     found = [
         ("step", words.seconds(explained["step_time"] / 1e9),
-         f"rank {slowest(explained)}, the slowest; " + (f"steps {numbers}" if steps else "the whole file")),
+         f"rank {slowest(explained)}, the slowest; {seen}"),
         ("ranks", f"{len(profiled)} of {world}" if world else str(len(profiled)), ", ".join(devices) or "host only"),
         ("compute", words.percent(share(explained, "compute")), "of the time, mean of the ranks"),
         ("exposed comms", words.percent(share(explained, "exposed_communication")),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
+from shardwise.run.problems import counted
 from shardwise.trace.advice_idle import (
     Advice,
     data_stall,
@@ -68,7 +69,7 @@ def exposed_axis(answers: Explanation) -> Advice | None:
         total = row.total
         fast = f", {_speed(total.bus_bandwidth)}" if total.bus_bandwidth else ""
         count = total.messages / answers.step_count / len(row.ranks)
-        evidence.append(f"{row.collective}: {count:.0f} messages a step and rank{fast}")
+        evidence.append(f"{row.collective}: {counted(round(count), 'message')} a step and rank{fast}")
     advice = _ADVICE_BY_AXIS.get(
         axis, "overlap it with compute, or communicate less: larger buckets, fewer ranks in the group"
     )
@@ -221,7 +222,7 @@ def loose_optimizer(answers: Explanation) -> Advice | None:
         return None
     launch = launch_time(answers)
     evidence = [
-        f"{count:.0f} kernels a step in the optimizer, {device / count / 1e3:.1f} us each; a launch takes {launch / 1e3:.1f} us"
+        f"{count:.0f} kernels a step in the optimizer, {device / count / 1e3:.1f} µs each; a launch takes {launch / 1e3:.1f} µs"
     ]
     advice = "a fused or foreach optimizer (fused=True), which updates all parameters in a few launches"
     return Advice(count * launch - device, "The optimizer is not fused", advice, evidence, sorted(row.ranks))

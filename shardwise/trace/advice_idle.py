@@ -54,7 +54,7 @@ def host_bound(answers: Explanation) -> Advice | None:
         f"the device is idle {milliseconds(gain)} a step because the host launched late",
         f"{answers.per_step(late):.0f} of {answers.per_step(launched):.0f} kernels a step and rank were launched after the device "
         "had run out of work",
-        f"the host takes {launch_time(answers) / 1e3:.1f} us from launch to launch; {short / launched:.0%} of kernels are shorter",
+        f"the host takes {launch_time(answers) / 1e3:.1f} µs from launch to launch; {short / launched:.0%} of kernels are shorter",
     ]
     advice = "fewer launches: torch.compile or CUDA graphs, fused operators, a larger microbatch; or do less between launches"
     return Advice(gain, "The host launches too slowly", advice, evidence, ranks)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.run.problems import counted
 from shardwise.trace.answers import Clock, Straggler
 from shardwise.trace.comms.describe import axis_of
 from shardwise.trace.comms.matching import Matches, Waiting
@@ -98,7 +99,7 @@ def _slow(profiles: Mapping[int, Profile], compute: Mapping[int, Sequence[int]],
             usual = float(middle.mean())
             evidence = (
                 f"computes {np.mean(compute[rank]) / 1e6:.2f} ms a step, its {len(others) - 1} peers {usual / 1e6:.2f} ms "
-                f"(half of them within {deviation / 1e6:.2f} ms), in {often:.0%} of {len(compute[rank])} steps"
+                f"(half of them within {deviation / 1e6:.2f} ms), in {often:.0%} of {counted(len(compute[rank]), 'step')}"
             )
             found.append(Straggler(rank, "compute", mean, mean / step_time, evidence))
     return found
@@ -136,7 +137,7 @@ def _late(
             continue
         evidence = (
             f"arrives last at {count} of its {taken[rank]} matched collectives of all steps, in total {excess / 1e6:.2f} ms a "
-            f"step after the rank before it (clocks known to {uncertainty / 1e3:.0f} us)"
+            f"step after the rank before it (clocks known to {uncertainty / 1e3:.0f} µs)"
         )
         found.append(Straggler(rank, "late", excess, excess / step_time if step_time else 0.0, evidence))
     return found
