@@ -282,6 +282,7 @@ OBJECTIVE_EDGES: list[Drawn] = [
     ("tied", dict(replicate=2), LOW_PRECISION | dict(objective="dpo")),
     ("dense", dict(tensor=2, shard=2), dict(objective="dpo", adapter="lora")),  # whose reference is it without adapters
     ("dense", dict(context=2, shard=2), dict(objective="kto")),
+    ("dense", dict(context=2), dict(objective="kto", adapter="lora")),  # of whose four passes two stand for a reference
     ("tied", dict(tensor=2, context=2), dict(objective="reward")),
     ("mixture", dict(pipeline=2, shard=2, expert=2), dict(objective="reward")),
     ("dense", dict(pipeline=2, tensor=2), dict(objective="kto")),

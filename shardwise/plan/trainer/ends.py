@@ -57,7 +57,7 @@ def _document_sums(wire: Wire) -> None:
     planned = wire.planned
     sums = planned.objective.sums
     if wire.forward_only:
-        sums = 0 if wire.frozen else planned.objective.forward_only
+        sums = planned.objective.forward_only if wire.adapted and not wire.frozen else 0  # of what is no reference
     slots = planned.run.train.microbatch * planned.run.train.seq_len
     wire.all_reduce("context", sums * slots * planned.high_width, planned.run.stage_microbatches if sums else 0)
 

@@ -100,7 +100,8 @@ def _by_group(place: PlannedRank, moved: Mapping[int, Moved] | None) -> Groups:
         _passes(Wire(PlannedRank(reference_run(run), rank), wire.sent, forward_only=True, frozen=True), None)
     for number in range(own):
         plain = replace(run, layout=replace(run.layout, recompute="none", recompute_budget=0.0))
-        adapted = number >= wire.planned.objective.reference  # the first stand for a reference
+        # With adapters the first stand for a reference.
+        adapted = not run.adapter.used or number >= wire.planned.objective.reference
         _passes(Wire(PlannedRank(plain, rank), wire.sent, forward_only=True, adapted=adapted), None)
     for group in ("replicate", "shard", "context", "pipeline") if wire.planned.objective.forward_only else ():
         wire.all_reduce(group, 2 * wire.planned.high_width)  # a sum and a count, of what these passes found
