@@ -244,7 +244,7 @@ def what_binds(account: Account, job: Job) -> str:
         "optimizer": "Muon's GEMMs" if job.muon else "the optimizer's memory traffic",
         "pipeline": "sending between stages",
         "data": "reading the batches",
-        "offload": "activations on their way to the host and back",
+        "offload": "offloading activations",
     }.get(worst, f"traffic of the {worst} axis")
     share = f"{waits[worst] / total:.0%}"
     moved = account.breakdown.get("memory", 0.0)

@@ -27,7 +27,7 @@ from shardwise.plan.cost.host import link_of
 from shardwise.plan.cost.job import GIB, Job, Number
 from shardwise.plan.cost.operations import layer, residual_bytes
 from shardwise.plan.cost.ops import FORWARD, OpList
-from shardwise.run.saved_tensors import ELSEWHERE
+from shardwise.run.saved_tensors import ELSEWHERE, quantized_tensors, swappable_tensors
 
 SAVED = ("attention_norm", "heads", "attended", "middle", "ffn_norm", "gate", "up", "function", "inner")
 """Tensors of a layer that can be rematerialized, in their order."""
@@ -98,6 +98,22 @@ def graph(job: Job, *, routed: bool) -> dict[str, Tensor]:
             add("up", inner, (up, 1.0))
         add("inner", inner, (function, 1.0))
     return found
+
+
+def leaving(job: Job, *, routed: bool) -> dict[str, float]:
+    """Bytes of the tensors of a layer that wait elsewhere where all do that may: also those that other ranks would have to help
+    recompute, since they come back as they were."""
+    m, lay = job.model, job.layout
+    stream, width, inner = residual_bytes(job), job.rows * job.width, job.rows * job.width * m.ffn / lay.tensor
+    heads = m.heads / lay.tensor, max(1.0, m.kv_heads / lay.tensor)
+    sizes: dict[str, Number] = dict.fromkeys(("attention_norm", "middle", "ffn_norm"), stream)
+    sizes |= dict.fromkeys(("gate", "up", "function", "inner"), inner)
+    sizes |= {"heads": width * (heads[0] + 2 * heads[1]) * m.head_dim, "attended": width * heads[0] * m.head_dim}
+    quantized = quantized_tensors(
+        routed=routed, parallel_block=m.parallel_block, gated=m.gated, activation=m.activation
+    )
+    words = swappable_tensors(quantized, attention=m.attention, context=int(lay.context))
+    return {word: float(sizes[word]) for word in SAVED if word in words}
 
 
 Choices = tuple[Choice, ...]
@@ -232,21 +248,21 @@ def _first(layers: Sequence[Choices], prices: tuple[float, float], spare: float)
 def within_budget(job: Job, ops: OpList, saved: float) -> list[Choice]:
     """Choices of a rank's layers, as if all were like this one, which would save so many bytes."""
     count = max(1, round(job.model.layers / job.layout.pipeline))
-    tensors = graph(job, routed=_is_routed(ops))
     if job.layout.recompute != "optimal":  # everything leaves
-        every = frozenset(f"{ELSEWHERE}{word}" for word in swappable(job, tensors))
-        size = sum(tensor.size for tensor in tensors.values())
-        return [Choice(size, sum(window(job, ops).exposed(size)), every)]
+        away = leaving(job, routed=_is_routed(ops))
+        size = sum(away.values())
+        return [Choice(size, sum(window(job, ops).exposed(size)), frozenset(f"{ELSEWHERE}{word}" for word in away))]
+    tensors = graph(job, routed=_is_routed(ops))
     each = choices(tensors, swappable(job, tensors), window(job, ops) if job.memory.swaps else None)
     return fewest_seconds((each,) * count, count * saved - job.layout.recompute_budget * GIB)
 
 
 def exposed_swap(job: Job, ops: OpList, saved: float) -> tuple[float, float]:
     """Seconds that a layer waits for its tensors to leave the device, and to come back, in the mean."""
-    tensors, hidden, taken = graph(job, routed=_is_routed(ops)), window(job, ops), within_budget(job, ops, saved)
-    sizes = (sum(t.size for word, t in tensors.items() if f"{ELSEWHERE}{word}" in c.dropped) for c in taken)
-    leaving, coming = zip(*map(hidden.exposed, sizes), strict=True)
-    return float(np.mean(leaving)), float(np.mean(coming))
+    away, hidden, taken = leaving(job, routed=_is_routed(ops)), window(job, ops), within_budget(job, ops, saved)
+    sizes = (sum(size for word, size in away.items() if f"{ELSEWHERE}{word}" in c.dropped) for c in taken)
+    there, back = zip(*map(hidden.exposed, sizes), strict=True)
+    return float(np.mean(there)), float(np.mean(back))
 
 
 def _is_routed(ops: OpList) -> bool:

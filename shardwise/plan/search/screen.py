@@ -20,7 +20,7 @@ from shardwise.plan.cost.job import GIB, Job, job_of
 from shardwise.plan.cost.memory import standing_casts
 from shardwise.plan.cost.passes import Passes
 from shardwise.plan.search.bubbles import Pace, before_input, in_flight, makespan
-from shardwise.plan.search.space import Sizes, choices, legal, plain, schedules, sizes, with_choices
+from shardwise.plan.search.space import NAMED, Sizes, choices, legal, plain, schedules, sizes, with_choices
 from shardwise.plan.search.tables import LayerTable, ParameterTable, Rows, StageSplit, rows_of, split_key, stage_split
 from shardwise.plan.time.step import DataSeconds, slowdown, tail_seconds, update_seconds, with_zero
 from shardwise.run import LayoutConfig, Run
@@ -99,9 +99,9 @@ class Space:
             self.schedules = {p: [s for s in each if s[0] in only and p > 1] for p, each in self.schedules.items()}
         possible = np.array([bool(self.schedules[p]) for p in found.pipeline.tolist()], dtype=bool)
         self.sizes: Sizes = found.at(np.flatnonzero(possible & bool(self.choices.recompute)))
-        inside = min(per_node, devices)
-        cluster = replace(run.cluster, nodes=devices // inside, devices_per_node=inside)
-        lone = replace(self.plain, replicate=devices, shard=1, context=1, tensor=1, pipeline=1, expert=1)
+        cluster = replace(run.cluster, nodes=devices // (inside := min(per_node, devices)), devices_per_node=inside)
+        named: dict[str, Any] = {name: getattr(run.layout, name) for name in NAMED}
+        lone = replace(self.plain, replicate=devices, shard=1, context=1, tensor=1, pipeline=1, expert=1, **named)
         self.job: Job = job_of(replace(run, cluster=cluster, layout=lone))
         self.constants = constants_of(self.job)
         self.slower = float(slowdown(self.job, self.constants))

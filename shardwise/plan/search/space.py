@@ -69,6 +69,10 @@ BETWEEN = (
 """Keys that speak of what replicas or shards send each other: legal only where there are any."""
 
 
+NAMED = ("recompute_operations", "recompute_budget", "offload")
+"""Keys that a run has to name, and every layout then has."""
+
+
 def divisors(number: int) -> list[int]:
     """In order."""
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
@@ -87,8 +91,7 @@ def choices(run: Run) -> Choices:
     def free(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
         return (getattr(lay, name),) if name in fixed else tuple(values)
 
-    parts = ("recompute_operations", "recompute_budget", "offload")
-    one = replace(_one_rank(lay), **{name: getattr(lay, name) for name in parts})
+    one = replace(_one_rank(lay), **{name: getattr(lay, name) for name in NAMED})
 
     def keeps(**words: Any) -> bool:
         return bool(legal(replace(run, layout=replace(one, **words))))

@@ -7,9 +7,10 @@ of sizes, and a layout is a row of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from shardwise.plan.cost.job import Job, overlapped
 from shardwise.plan.cost.memory import buffers, gathered_layers, layer_activations, states
 from shardwise.plan.cost.operations import chunked_loss, embedding, head, layer, residual_bytes
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, ends_parameters, layer_parameters
-from shardwise.plan.cost.passes import NetworkCost, passes
+from shardwise.plan.cost.passes import ModuleCost, NetworkCost, passes
 from shardwise.plan.search.space import Choices, Sizes
 from shardwise.plan.time.step import DataSeconds, data_seconds, hop_seconds
 from shardwise.run.axes import BIDIRECTIONAL, LOOPED, V_SHAPED
@@ -85,11 +86,14 @@ class LayerTable:
 
     def __init__(self, job: Job, sizes: Sizes, choices: Choices, expert_tensor: bool) -> None:
         added = job.global_batch // (sizes.microbatch * sizes.replicate * sizes.shard)
-        keys, self.row = _unique(sizes.tensor, sizes.context, sizes.expert, sizes.microbatch, added)
-        t, c, e, b, added = keys
+        # How many layers share the budget of a rank depends on the pipeline, and whether they save casts of their weights on ZeRO.
+        more = (sizes.pipeline, sizes.shard) if "budget" in choices.recompute else ()
+        keys, self.row = _unique(sizes.tensor, sizes.context, sizes.expert, sizes.microbatch, added, *more)
+        t, c, e, b, added, *ranks = keys
         self.size = len(t)
         replicas = job.global_batch / (b * added)
         layout = replace(job.layout, tensor=t, context=c, expert=e, expert_tensor=expert_tensor, replicate=replicas)
+        layout = replace(layout, pipeline=ranks[0], shard=ranks[1], replicate=replicas / ranks[1]) if ranks else layout
         self.job = replace(job, layout=layout, microbatch=b)
         self.choices, self.has_moe = choices, bool(job.model.experts)
         self.has_dense = not self.has_moe or job.model.dense_layers > 0
@@ -98,10 +102,21 @@ class LayerTable:
         """The job of the rows with these choices."""
         return replace(self.job, layout=replace(self.job.layout, recompute=recompute, context_method=method))  # type: ignore[arg-type]
 
+    def _jobs(self, recompute: str, method: str = "ring") -> Iterator[Job]:
+        """The same of each row by itself, for what is not computed over arrays."""
+        job = self._under(recompute, method)
+        for n in range(self.size):
+            sizes: dict[str, Any] = {key: float(getattr(job.layout, key)[n]) for key in ROW}
+            yield replace(job, layout=replace(job.layout, **sizes), microbatch=float(job.microbatch[n]))
+
     @cached_property
     def networks(self) -> dict[tuple[str, str], NetworkCost]:
         """By recomputation and context method. The ops are the same under any recomputation."""
         found = {}
+        if self.job.memory.swaps:  # what leaves the device is chosen layer by layer
+            for how in product(self.choices.recompute, self.choices.context_method):
+                found[how] = _joined([NetworkCost.of(job) for job in self._jobs(*how)])
+            return found
         for method in self.choices.context_method:
             job = self._under("none", method)
             dense = layer(job, routed=False) if self.has_dense else None
@@ -135,12 +150,33 @@ class LayerTable:
         for a, recompute in enumerate(self.choices.recompute):
             job = self._under(recompute)
             for n, there in enumerate((self.has_dense, self.has_moe)):
-                if there:
+                if there and self.job.memory.swaps:
+                    saved[n, a] = [float(layer_activations(one, routed=bool(n))[0]) for one in self._jobs(recompute)]
+                elif there:
                     saved[n, a], more = layer_activations(job, routed=bool(n))
                     recomputed[a] = np.maximum(recomputed[a], more)
             saved[2, a] = sum(op.saved for op in embedding(job))
             saved[3, a] = residual_bytes(job)
         return saved.reshape(4, -1), recomputed.ravel()
+
+
+ROW = ("tensor", "context", "expert", "replicate")
+"""Sizes that a row of the table of layers has of its own, beside the microbatch."""
+
+
+def _joined(rows: list[NetworkCost]) -> NetworkCost:
+    """The networks of single rows as one with arrays."""
+
+    def joined(modules: tuple[ModuleCost | None, ...]) -> Any:
+        known = [module for module in modules if module is not None]
+        if not known:
+            return None
+        seconds = np.array([[[float(x) for x in line] for line in one.seconds] for one in known])
+        launches = np.array([[float(x) for x in one.launches] for one in known])
+        return ModuleCost([list(line) for line in np.moveaxis(seconds, 0, -1)], list(launches.T))
+
+    every = zip(*((one.embedding, one.dense, one.moe, one.head) for one in rows), strict=True)
+    return NetworkCost(*map(joined, every))
 
 
 class StateBytes(NamedTuple):

@@ -122,6 +122,9 @@ def _search_rules(run: Run) -> Iterator[Rule]:
         f"{run.layout.schedule} learns with weights from before the last updates, so a search does not weigh it against others; "
         f"give the whole layout"
     ))
+    yield Rule(run.layout.recompute == "optimal", "layout.auto", ("layout.recompute",), lambda: (
+        'searches with layout.recompute = "budget"; give "optimal" to the layout that it finds'
+    ))
     yield Rule(not run.cluster.chip, "cluster.chip", ("layout.auto",),
                lambda: "a search needs to know the chip, and how many: cluster.nodes")
 

@@ -24,9 +24,6 @@ def _optimal_rules(run: Run) -> Iterator[Rule]:
         f'{run.layout.schedule} keeps inputs for its deferred weight gradients, which layout.recompute = "optimal" would drop; use '
         '"budget"'
     ))
-    yield Rule(run.layout.auto, "layout.auto", chosen, lambda: (
-        'searches with layout.recompute = "budget"; give "optimal" to the layout that it finds'
-    ))
 
 
 def recompute_rules(run: Run) -> Iterator[Rule]:
