@@ -68,6 +68,11 @@ class OpList(list[Op]):
         super().__init__(ops)
         self.job = job
 
+    @property
+    def kernels_each(self) -> float:
+        """Kernels of what is not a GEMM, where nothing says how many."""
+        return 2.0 if self.job.framework.kernels == "eager" else 1.0
+
     def gemm(
         self, name: str, part: str, rows: Number, columns: Number, inner: Number, *, saved: Number = None,
         high_precision: bool = False, early_stop: bool = False, parts: tuple[Number, ...] = (),
@@ -146,6 +151,10 @@ class OpList(list[Op]):
                 )
             flops = 2.0 * rows * n * k
             self.append(Op(f"{name} adapter", part, "matmul", seconds, (flops,) * 3, NOTHING, kept, 0.0, launches))
+        # What A gives is scaled, what B gives added, and so backward; both factors are cast, and their gradients back.
+        casts = 2.0 if job.framework.casts_weights and job.width < job.framework.parameter_bytes else 0.0
+        beside = many * (2.0 + casts)
+        self.append(Op(f"{name} adapter added", part, "memory", NOTHING, launches=(beside, beside, 0.0)))
         if adapter.kind == "dora":  # the sum, which is saved, times the lengths of the rows
             size = rows * sum(adapted) * job.width
             self.elementwise(f"{name} rescaled", part, 2 * size, 4 * size, saved=size)
@@ -163,12 +172,16 @@ class OpList(list[Op]):
         every: ByPass = (flops,) * 3
         if job.adapter.used:  # a frozen weight has no gradient, and is held as it is multiplied
             every, once, seconds = (flops, flops, 0.0), (launch, launch, 0.0), (seconds[0], seconds[1], 0.0)
+            in_4_bits = job.adapter.kind == "qlora" and part in ("attention", "ffn", "experts")
             early_stop = early_stop and job.adapter.kind != "qlora"
+            # Each matrix of 4 bits is made and multiplied by itself.
+            apart = float(len(FUSED.get(name, (name,)))) if in_4_bits and (name != "up" or job.model.gated) else 1.0
+            once = (apart * launch, apart * launch, 0.0)
             self.append(Op(name, part, "matmul", seconds, every, NOTHING, saved, 0.0, once, early_stop=early_stop))
-            if job.adapter.kind == "qlora" and part in ("attention", "ffn", "experts"):
-                # Read in 4 bits and written, for both passes.
-                size = numel * (0.52 + job.width)
-                self.elementwise(f"{name} of 4 bits", part, size, size, early_stop=early_stop)
+            if in_4_bits:
+                # Read in 4 bits and written, for both passes, by one kernel.
+                size, often = numel * (0.52 + job.width), apart / self.kernels_each
+                self.elementwise(f"{name} of 4 bits", part, size, size, early_stop=early_stop, launches=(often, often))
             return
         self.append(Op(name, part, "matmul", seconds, every, NOTHING, saved, 0.0, once, early_stop=early_stop))
         if framework.accumulate_bytes:
@@ -197,7 +210,7 @@ class OpList(list[Op]):
     ) -> None:  # fmt: skip
         """Work bound by memory: bytes read and written, forward and backward."""
         chip, dtype = self.job.cluster.chip, self.job.dtype
-        many = 2.0 if self.job.framework.kernels == "eager" else 1.0
+        many = self.kernels_each
         seconds = (
             memory_seconds(chip, forward, (name, "forward", dtype)),
             memory_seconds(chip, backward, (name, "backward", dtype)),
