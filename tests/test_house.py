@@ -132,6 +132,16 @@ def test_nothing_is_imported_from_above() -> None:
     assert not upward()
 
 
+def test_the_command_that_starts_ranks_imports_nothing_that_trains() -> None:
+    """The fork server imports that meanwhile, for seconds."""
+    found, new = set[str](), {"train.check", "train.launch", "tune.source", "train.faults.agent"}
+    while new:
+        found |= new
+        new = {target for name in new if name in modules() for target, top in inside(name) if top} - found
+    assert "run.config" in found
+    assert not found & {"train.step", "train.loop", "parallel.apply", "parallel.shard"}
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = {name: {target for target, top in inside(name) if top and target != name} for name in modules()}
     try:

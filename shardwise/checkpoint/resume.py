@@ -115,13 +115,6 @@ def _next_step(candidates: list[Path]) -> int:
     return -1 if step is None else step
 
 
-def check_weights(run: Run, out: Path) -> None:
-    """Raise what is wrong with the weights that a run starts from, before any rank starts. A run with checkpoints resumes from
-    those, and does not need the weights any more, unless it trains adapters alone."""
-    if run.train.weights and (run.adapter.used or not complete(out)):
-        open_weights(checkpoint_folder(run.train.weights), run.model)
-
-
 def load_weights(
     state: State, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress = unwatched
 ) -> None:

@@ -35,8 +35,7 @@ def execute(args: argparse.Namespace) -> int:
     starts_ranks = environment is None and run.layout.world > 1
     if starts_ranks:
         start_fork_server()
-    from shardwise.train.faults.stop import PREEMPTED, Preempted
-    from shardwise.train.loop import check, train
+    from shardwise.train.check import check
     from shardwise.tune.source import source_of
 
     out = args.out or Path("runs") / run.name
@@ -49,6 +48,9 @@ def execute(args: argparse.Namespace) -> int:
         check(run, out, source_of)
         overrides = [f"--{override}" for override in args.overrides]
         return launch.start_ranks(run, out, ["train", args.run, "--out", str(out), *overrides])
+    from shardwise.train.faults.stop import PREEMPTED, Preempted
+    from shardwise.train.loop import train
+
     if environment is None and run.layout.offload:  # `fully_shard` needs a process group, even for one rank
         environment = RankEnvironment(0, 1, 0, "127.0.0.1", free_port())
     has_agent = environment is not None and environment.has_agent

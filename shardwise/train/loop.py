@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.format import RUN_FILE
-from shardwise.checkpoint.job import check_folder, hold_folder
-from shardwise.checkpoint.resume import check_weights, load_weights, resume
+from shardwise.checkpoint.job import hold_folder
+from shardwise.checkpoint.resume import load_weights, resume
 from shardwise.checkpoint.saver import Saver
 from shardwise.files import write_atomically
 from shardwise.model.device import choose_device
@@ -28,30 +28,17 @@ from shardwise.plan.cost.flops import CONVENTION, parameters, training_flops
 from shardwise.report.words import clock
 from shardwise.run import AXES, Problem, Run, UserError, to_toml
 from shardwise.train import cuda_graph, tune_gemms
+from shardwise.train.check import OpenSource
 from shardwise.train.display import PlainDisplay, Progress, make_display
 from shardwise.train.elastic import Elastic, SharedMetrics
 from shardwise.train.faults.guard import History
 from shardwise.train.faults.monitor import FaultMonitor, RollBack
 from shardwise.train.faults.stop import Preempted
 from shardwise.train.metrics import Metrics
-from shardwise.train.reference import check_reference
 from shardwise.train.result import StepResult
 from shardwise.train.source import Source, TokenSource
 from shardwise.train.speed import peak_flops, peak_memory
 from shardwise.train.step import TrainState
-
-OpenSource = Callable[[Run], Source]
-"""Opens what the batches of a run come from."""
-
-
-def check(run: Run, out: Path, open_source: OpenSource = TokenSource) -> None:
-    """Raise what is wrong with a run's data or with its folder before any rank starts. A machine that comes later than others
-    finds the folder in use, by the run that it joins."""
-    open_source(run)
-    check_weights(run, out)
-    check_reference(run)
-    if run.cluster.nodes == 1:
-        check_folder(run, out)
 
 
 def train(run: Run, out: Path, has_agent: bool = False, open_source: OpenSource = TokenSource) -> None:

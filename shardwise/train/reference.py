@@ -27,7 +27,6 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.run import Run
 from shardwise.run.sections.objective import FACTS, targets_of
-from shardwise.run.teacher import teacher_model
 
 
 class CollectLogProbs(Objective):
@@ -128,11 +127,3 @@ def _named(run: Run) -> str:
     if FACTS[run.objective.kind].teacher:
         return run.objective.teacher
     return run.objective.reference or run.train.weights
-
-
-def check_reference(run: Run) -> None:
-    """Raise what is wrong with the folder of a reference or a teacher."""
-    teaches = FACTS[run.objective.kind].teacher
-    named = _named(run) if teaches else run.objective.reference
-    if named and not run.objective.stored:
-        open_weights(checkpoint_folder(named), teacher_model(run) if teaches else run.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -13,8 +13,9 @@ from shardwise.data.batches import Batch, Samples
 from shardwise.data.open import Data, open_data
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run import Run
-from shardwise.train.samples import sample_texts
-from shardwise.train.step import TrainState
+
+if TYPE_CHECKING:
+    from shardwise.train.step import TrainState
 
 Note = Callable[[int], None]
 """Says that so much was done: whoever makes progress does not hang."""
@@ -69,6 +70,8 @@ class TokenSource:
         loss = self.state.evaluate(self.data.validation.take, samples)
         found: dict[str, Any] = {"eval_loss": loss}
         if self.state.run.train.samples:
+            from shardwise.train.samples import sample_texts
+
             found["samples"] = sample_texts(self.state, self.data.validation, self.tokenizer)
         return found, f"validation loss {loss:.4f}"
 

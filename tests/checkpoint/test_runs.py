@@ -24,7 +24,8 @@ from shardwise.checkpoint.resume import resume
 from shardwise.checkpoint.weights import load_model
 from shardwise.data.open import open_data
 from shardwise.run import Run, UserError
-from shardwise.train.loop import check, train
+from shardwise.train.check import check
+from shardwise.train.loop import train
 from shardwise.train.metrics import read_metrics
 from shardwise.train.step import TrainState
 
