@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,22 +29,24 @@ def events(count: int, **arguments: object) -> list[str]:
     return found
 
 
-WHOLE = text_of(events(12_000), after=", " + distributed(4).removesuffix(", "))
-TEXTS = {
-    "regular": WHOLE,
-    "cut off": WHOLE[: len(WHOLE) * 3 // 4],
-    "broken late": WHOLE.replace(b'"correlation": 7000,', b'"correlation" 7000,').replace(
-        b'"dur": 0.003', b'"dur": -0.003'
-    ),
-    "broken early": WHOLE.replace(b'"correlation": 1000,', b'"correlation" 1000,'),
-    "cuts that are none": text_of(events(1500, **NESTED)),
-}
+@cache
+def texts() -> dict[str, bytes]:
+    """Profiles to be read, made when a test first asks: megabytes, which not every worker needs."""
+    whole = text_of(events(12_000), after=", " + distributed(4).removesuffix(", "))
+    broken = whole.replace(b'"correlation": 7000,', b'"correlation" 7000,').replace(b'"dur": 0.003', b'"dur": -0.003')
+    return {
+        "regular": whole,
+        "cut off": whole[: len(whole) * 3 // 4],
+        "broken late": broken,
+        "broken early": whole.replace(b'"correlation": 1000,', b'"correlation" 1000,'),
+        "cuts that are none": text_of(events(1500, **NESTED)),
+    }
 
 
-@pytest.mark.parametrize("case", TEXTS)
+@pytest.mark.parametrize("case", ["regular", "cut off", "broken late", "broken early", "cuts that are none"])
 def test_two_processes_read_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    path = write(tmp_path / "rank.json.gz", TEXTS[case])
-    assert len(TEXTS[case]) > 2 << 20
+    path = write(tmp_path / "rank.json.gz", texts()[case])
+    assert len(texts()[case]) > 2 << 20
     alone = read_profile(path)
     monkeypatch.setattr(read_module, "_SPLIT_FROM", 1 << 20)
     monkeypatch.setattr(read_module, "_cores", lambda: 2)
@@ -53,9 +56,9 @@ def test_two_processes_read_what_one_does(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_second_half_is_half(tmp_path: Path) -> None:
-    path = write(tmp_path / "rank.json", WHOLE)
-    rest = read_rest(path, len(WHOLE) // 2)
+    path = write(tmp_path / "rank.json", texts()["regular"])
+    rest = read_rest(path, len(texts()["regular"]) // 2)
     assert rest is not None
-    assert len(WHOLE) // 2 <= rest.begin < len(WHOLE) // 2 + (2 << 20)
-    assert WHOLE[rest.begin :].startswith(b'{"ph"')
-    assert read_rest(path, len(WHOLE)) is None
+    assert len(texts()["regular"]) // 2 <= rest.begin < len(texts()["regular"]) // 2 + (2 << 20)
+    assert texts()["regular"][rest.begin :].startswith(b'{"ph"')
+    assert read_rest(path, len(texts()["regular"])) is None
