@@ -74,6 +74,11 @@ def neighbours(run: Run) -> Iterator[tuple[str, Keys]]:
     for value in ("none", "attention", "full"):
         if value != lay.recompute:
             yield f"recompute {lay.recompute} → {value}", {"layout.recompute": value, "layout.recompute_budget": "0.0"}
+    if run.memory.swaps:
+        for value in ("none", "full"):
+            other = "" if value == lay.recompute else f", recompute {lay.recompute} → {value}"
+            keys = {"layout.recompute": value, "layout.recompute_budget": "0.0", "memory.activations": "device"}
+            yield f"activations {run.memory.activations} → device{other}", keys
     if lay.stages_per_rank > 1 and lay.schedule in ("interleaved", "breadth-first"):
         for count in {max(1, lay.chunks // 2), lay.chunks * 2, lay.chunks + 1} - {lay.chunks}:
             yield f"chunks {lay.chunks} → {count}", {"layout.chunks": str(count)}

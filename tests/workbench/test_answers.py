@@ -15,8 +15,9 @@ from shardwise.cli.main import main
 from shardwise.run import PRESETS, read_planned
 from shardwise.run.config import all_keys
 from shardwise.workbench.app import Workbench
+from shardwise.workbench.changes import faster_changes
 from shardwise.workbench.controls import offered, panel, value_at
-from shardwise.workbench.question import START, base_of, changes_of
+from shardwise.workbench.question import START, Base, base_of, changes_of
 
 
 def printed(capsys: pytest.CaptureFixture[str], base: list[str], changes: dict[str, str]) -> tuple[int, Any, list[str]]:
@@ -124,3 +125,24 @@ def test_a_v_without_a_pipeline_is_planned(schedule: str) -> None:
     assert (
         json.loads(bench.answer({"layout.schedule": schedule, "train.global_batch": "64"}))["plan"]["step_seconds"] > 0
     )
+
+
+def test_a_run_that_waits_for_the_host_is_told_what_staying_on_the_device_brings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keys = {
+        "model.preset": "llama3-8b", "layout.shard": "8", "train.dtype": "bfloat16", "train.seq_len": "8192",
+        "train.global_batch": "64", "train.microbatch": "1", "cluster.chip": "h100", "memory.activations": "host",
+    }  # fmt: skip
+    found = faster_changes(Base(keys), {})
+    best = found[0]
+    assert best["what"] == "activations host → device"
+    assert best["fits"]
+    seconds = []
+    for changes in ({}, best["keys"]):
+        code, plan, _ = printed(capsys, [], keys | changes)
+        assert code == 0
+        seconds.append(plan["step_seconds"])
+        assert (plan["breakdown"]["offload"] > 0) == (not changes)
+    assert best["gain"] == pytest.approx(seconds[0] / seconds[1] - 1, rel=1e-6)
+    assert any(one["what"].endswith("recompute none → full") for one in found)
