@@ -52,6 +52,8 @@ def dry_rank(run: Run, rank: int, watched: AbstractContextManager[Any] | None = 
         if dist.is_initialized():  # PyTorch's device meshes need real tensors
             for axis in ("zero", "expert_shard"):
                 mesh.sharding(axis)
+            if run.layout.secondary_shard > 1:
+                mesh.secondary()
         with fake_tensors():
             with watched or without_values():
                 train_state = TrainState(run, mesh)

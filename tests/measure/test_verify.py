@@ -148,7 +148,6 @@ FEWER: list[tuple[str, Layout, int, tuple[int, ...]]] = [
     ("mixture", dict(pipeline=2, shard=2, zero=3, schedule="zb-v", recompute="full"), 12, (0, 3)),
     ("dense", dict(pipeline=3, context=2, zero=1, schedule="zb-h1"), 16, (0, 5)),
     ("mixture", dict(pipeline=2, shard=2, zero=1, schedule="dualpipe"), 12, (0, 3)),
-    ("dense", dict(pipeline=4, shard=2, zero=3, schedule="dualpipe"), 24, (0, 5)),
 ]
 
 

@@ -39,18 +39,18 @@ def microbatches_to_run(run: Run, rank: int) -> tuple[int, Sequence[int]]:
     if facts_of(run.objective).reference:  # whose passes come before all others
         return whole, range(0)
     unit = lay.pipeline if lay.zero == 3 else 1
-    # In the first the last round moves every round before it; in the second not every microbatch is handed over.
+    # In the first the last round moves every round before it; in the second not every microbatch is handed over; in the third what
+    # a pass gathers depends on both directions.
     uneven = (lay.schedule == "interleaved" and whole % lay.pipeline) or lay.schedule == "bpipe"
+    uneven = uneven or (lay.directions > 1 and lay.zero == 3)
     peak = activations(run, rank)
     for rounds in range(1, 1 if uneven else 1 + MOST_ROUNDS):
         count = fewer_rounds(lay.pipeline, whole, rounds)
         if whole > count >= max(FEWEST, 3 * unit) and activations(with_microbatches(run, count), rank) == peak:
-            ways = lay.directions  # each has its own first and last
-            each, length = max(1, unit // ways), count // ways
-            first = each if unit > 1 else length // 2
-            if ways == 1:
-                return count, range(first, first + each)
-            return count, [way * length + first + n for way in range(ways) for n in range(each)]
+            if lay.directions > 1:  # one each way
+                return count, [count // 4, count // 2 + count // 4]
+            first = unit if unit > 1 else count // 2
+            return count, range(first, first + unit)
     return whole, range(0)
 
 
