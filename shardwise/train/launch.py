@@ -59,9 +59,10 @@ def check_world(run: Run, environment: RankEnvironment | None) -> None:
         if environment is not None and not environment.has_agent:
             by = environment.launcher or "its launcher"
             reason = f"restarts replicas one by one, and {by} knows all ranks or none: start the run by `shardwise train` alone"
-        elif run.cluster.nodes > 1:
+        elif run.cluster.devices_per_node % needed:
+            here = run.cluster.devices_per_node
             reason = (
-                f"has its replicas started by one command, on one machine, and cluster.nodes is {run.cluster.nodes}"
+                f"needs every replica on one machine: {needed} ranks a replica do not divide the {here} of a machine"
             )
         if reason:
             raise UserError(Problem(reason, key="layout.sync_elastic"))

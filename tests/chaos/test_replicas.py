@@ -17,6 +17,7 @@ from tiny_run import tiny_toml
 from shardwise.checkpoint.folder import complete
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.run import read_run
+from shardwise.train.faults.ranks import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes by what /proc says")
 
@@ -86,4 +87,33 @@ def test_a_replica_that_is_killed_rejoins_while_the_others_train_on(
     assert f"{size} of {size} replicas" in said
     assert {record["replicas"] for record in records(tmp_path, "metrics.jsonl") if "loss" in record} == {size - 1, size}
     assert len({event["era"] for event in events(tmp_path, "exchange")}) == 1
+    check(tmp_path)
+
+
+@pytest.mark.drawn(group="commands")
+def test_a_machine_that_is_lost_comes_back_while_the_others_train_on(tmp_path: Path) -> None:
+    """Two commands stand for two machines of one replica each."""
+    prepare(tmp_path, dict(replicate=2), global_batch=4)
+    keys = ("--cluster.nodes=2", "--cluster.devices_per_node=1", f"--cluster.rendezvous=127.0.0.1:{free_port()}")
+    stays = start(tmp_path, *keys)
+    until((tmp_path / "out" / "logs").exists, stays)  # it is the one that listens
+    goes = start(tmp_path, *keys)
+
+    def added() -> list[int]:
+        return [event["added"] for event in events(tmp_path, "exchange")][-1:] or [[]]
+
+    try:
+        until(lambda: added() == [[0, 1]], stays)
+        goes.kill()
+        until(lambda: added() == [[0]], stays)
+        goes = start(tmp_path, *keys)
+        until(lambda: added() == [[0, 1]], stays)
+        third = start(tmp_path, *keys)
+        assert third.wait(120) == 2
+        assert "all machines of the run are at" in (tmp_path / "said").read_text()
+        goes.send_signal(signal.SIGTERM)
+        assert (goes.wait(120), stays.wait(120)) == (75, 75), (tmp_path / "said").read_text()
+    finally:
+        goes.kill()
+        stays.kill()
     check(tmp_path)

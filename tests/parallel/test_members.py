@@ -34,7 +34,7 @@ def make(layout: dict[str, Any]) -> Run:
 
 
 def enter(run: Run, coordinator: Coordinator, replica: int, start: int = 0) -> TrainState:
-    place = Place(replica, start, 0, "127.0.0.1", coordinator.port, coordinator.store.port)
+    place = Place(replica, start, 0, "127.0.0.1", coordinator.port, coordinator.store)
     elastic = Elastic(run, place)
     return TrainState(run, Mesh(elastic.run.layout), elastic)
 

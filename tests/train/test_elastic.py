@@ -52,6 +52,9 @@ def test_a_launcher_that_starts_all_ranks_is_refused() -> None:
     with pytest.raises(UserError, match="start the run by `shardwise train` alone"):
         check_world(run, RankEnvironment(0, 2, 0, "127.0.0.1", 29500, launcher="torchrun"))
     check_world(run, RankEnvironment(0, 1, 0, "127.0.0.1", 29500, has_agent=True))
+    apart = replace(run, cluster=ClusterConfig(nodes=2, devices_per_node=3, rendezvous="127.0.0.1:1"))
+    with pytest.raises(UserError, match="every replica on one machine: 2 ranks a replica do not divide the 3"):
+        check_world(replace(apart, layout=replace(run.layout, replicate=3, shard=2)), None)
     with pytest.raises(UserError, match="needs 1 rank"):
         check_world(run, RankEnvironment(0, 2, 0, "127.0.0.1", 29500, has_agent=True))
 

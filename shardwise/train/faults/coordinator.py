@@ -1,45 +1,75 @@
 """The coordinator of replicas that come and go: it listens for their ranks, and answers what `membership.py` decides.
 
-A message is a line of JSON. Where a connection ends, its replica has left, whatever became of it: so the machine of another command
-needs no agreement about who is alive. Beside it there is PyTorch's store, where the members of a group find each other.
+A message is a line of JSON. Where a connection ends, its replica has left, whatever became of it: so nobody has to agree on who
+is alive. Beside it there is PyTorch's store, where the members of a group find each other. On several machines the command that
+can listen at `cluster.rendezvous` is the coordinator, and those of the others ask it: for the number of their machine, which is
+theirs as long as their connection lives, and for how it stands. A machine that went comes back as the one that is missing.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from shardwise.train.faults.membership import Gone, Membership
+from shardwise.run import Problem, Run, UserError
+from shardwise.train.faults.membership import Gone, Membership, Message
+
+JOIN_SECONDS = 600.0
+"""How long a machine waits for the one that coordinates."""
+LINGER = 10.0
+"""Seconds that the coordinator waits for the commands of other machines to see that the run is over."""
+
+
+class Board(Protocol):
+    """What a command that starts replicas knows of them all, on whichever machine it runs."""
+
+    machine: int
+    address: str
+    port: int
+    store: int
+
+    def view(self) -> Message: ...
+
+    def leave(self, replica: int, start: int) -> None: ...
+
+    def give_up(self, replica: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     allow_reuse_address = True
-
-    def __init__(self, address: str, membership: Membership) -> None:
-        super().__init__((address, 0), _Handler)
-        self.membership = membership
+    coordinator: Coordinator
 
 
 class _Handler(socketserver.StreamRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        membership, who = self.server.membership, None
+        coordinator, who = self.server.coordinator, None
+        membership = coordinator.membership
         try:
             while line := self.rfile.readline():
                 message = json.loads(line)
-                who = message["replica"], message["start"]
-                answer = membership.ask(message, self._check)
+                if "rank" in message:
+                    who = message["replica"], message["start"]
+                    answer = membership.ask(message, self._check)
+                else:
+                    answer = coordinator.answer(message, self)
                 self.wfile.write(json.dumps(answer).encode() + b"\n")
         except (Gone, OSError, ValueError, KeyError, IndexError):
             pass
+        coordinator.free(self)
         if who is not None:
             membership.leave(*who)
 
@@ -55,15 +85,64 @@ class _Handler(socketserver.StreamRequestHandler):
 class Coordinator:
     """Listens from now on, until it is closed."""
 
-    def __init__(self, replicas: int, ranks: int, say: Callable[..., None], address: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        replicas: int,
+        ranks: int,
+        say: Callable[..., None],
+        at: tuple[str, int] = ("127.0.0.1", 0),
+        machines: int = 1,
+    ) -> None:
         self.membership = Membership(replicas, ranks, say)
-        self.store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        self._server = _Server(address, self.membership)
-        self.port = self._server.server_address[1]
+        self.machine, self.machines = 0, machines
+        self._claims: dict[int, object] = {0: self}
+        self._claiming = threading.Lock()
+        self._server = _Server(at, _Handler)
+        self._server.coordinator = self
+        self.address, self.port = at[0] or "127.0.0.1", self._server.server_address[1]
+        self._store = TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
+        self.store: int = self._store.port
         threading.Thread(target=self._server.serve_forever, name="coordinator", daemon=True).start()
 
+    def view(self) -> Message:
+        """How it stands."""
+        return self.membership.view()
+
+    def leave(self, replica: int, start: int) -> None:
+        """A replica has died."""
+        self.membership.leave(replica, start)
+
+    def give_up(self, replica: int) -> None:
+        """A replica does not come back."""
+        self.membership.give_up(replica)
+
+    def answer(self, message: Message, who: object) -> Message:
+        """What the command of another machine asks."""
+        match message["what"]:
+            case "machine":
+                with self._claiming:
+                    free = [m for m in range(self.machines) if m not in self._claims]
+                    wanted = message["machine"]
+                    machine = wanted if wanted in free else free[0] if free and wanted < 0 else -1
+                    if machine >= 0:
+                        self._claims[machine] = who
+                return dict(machine=machine, store=self.store)
+            case "leave":
+                self.leave(message["replica"], message["start"])
+            case "give_up":
+                self.give_up(message["replica"])
+        return self.view()
+
+    def free(self, who: object) -> None:
+        """A connection has ended, and with it the claim on a machine."""
+        with self._claiming:
+            self._claims = {machine: claim for machine, claim in self._claims.items() if claim is not who}
+
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Answer nobody any more; those that are to see the end have some seconds for it."""
+        deadline = time.monotonic() + (LINGER if self.membership.over else 0.0)
+        while len(self._claims) > 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
         self._server.shutdown()
         self._server.server_close()
 
@@ -72,3 +151,71 @@ class Coordinator:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+class Remote:
+    """The coordinator as the command of another machine knows it."""
+
+    def __init__(self, address: str, port: int, machine: int) -> None:
+        self.address, self.port = address, port
+        deadline = time.monotonic() + JOIN_SECONDS
+        while True:
+            try:
+                self._socket = socket.create_connection((address, port), timeout=JOIN_SECONDS)
+                break
+            except OSError as e:
+                if time.monotonic() > deadline:
+                    reason = f"the machines of the run did not meet at {address}:{port}: {e}"
+                    raise UserError(Problem(reason, key="cluster.rendezvous")) from None
+                time.sleep(0.5)
+        self._file = self._socket.makefile("rb")
+        answer = self._ask(what="machine", machine=machine)
+        if answer["machine"] < 0:
+            reason = f"all machines of the run are at {address}:{port} already"
+            raise UserError(Problem(reason, key="cluster.nodes"))
+        self.machine: int = answer["machine"]
+        self.store: int = answer["store"]
+
+    def _ask(self, **message: Any) -> Message:
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+        line = self._file.readline()
+        if not line:
+            raise ConnectionError(f"the command at {self.address}:{self.port}, which coordinates the replicas, is gone")
+        answer: Message = json.loads(line)
+        return answer
+
+    def view(self) -> Message:
+        """How it stands."""
+        return self._ask(what="view")
+
+    def leave(self, replica: int, start: int) -> None:
+        """A replica has died."""
+        self._ask(what="leave", replica=replica, start=start)
+
+    def give_up(self, replica: int) -> None:
+        """A replica does not come back."""
+        self._ask(what="give_up", replica=replica)
+
+    def close(self) -> None:
+        """Leave the number of the machine to another."""
+        self._file.close()
+        self._socket.close()
+
+
+def meet(run: Run, say: Callable[..., None]) -> Board:
+    """Become the coordinator of a run, or find it."""
+    lay, nodes = run.layout, run.cluster.nodes
+    sizes = lay.replicate, lay.world // lay.replicate
+    if nodes == 1:
+        return Coordinator(*sizes, say)
+    host, _, port = run.cluster.rendezvous.rpartition(":")
+    # Kubernetes numbers pods; elsewhere the machine is the coordinator that has the address.
+    index = os.environ.get("PET_NODE_RANK") or os.environ.get("JOB_COMPLETION_INDEX")
+    if index in (None, "", "0"):
+        try:
+            return Coordinator(*sizes, say, ("" if index else host, int(port)), nodes)
+        except OSError as e:
+            if index or e.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+                reason = f"nothing can listen at {run.cluster.rendezvous}: {e.strerror}"
+                raise UserError(Problem(reason, key="cluster.rendezvous")) from None
+    return Remote(host, int(port), int(index or -1))

@@ -82,6 +82,12 @@ class Membership:
                     raise Gone
             return desk.answers[turn]
 
+    def view(self) -> Message:
+        """How it stands, for the commands that start replicas."""
+        with self.changed:
+            starts = [desk.start for desk in self.desks]
+            return dict(over=self.over, members=list(self.members), reached=list(self.reached), starts=starts)
+
     def give_up(self, replica: int) -> None:
         """A replica that has left does not come back."""
         with self.changed:

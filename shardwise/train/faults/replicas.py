@@ -1,5 +1,5 @@
-"""The command of a run whose replicas come and go (`layout.sync_elastic`): it starts each as a world of its own, and restarts one
-without the others.
+"""The command of a run whose replicas come and go (`layout.sync_elastic`): it starts those of its machine, each as a world of its
+own, and restarts one without the others.
 
 The ranks of a replica live and die together. When one of them fails or hangs, the others of its replica are killed, the coordinator
 leaves the replica out, and it is started again; it rejoins with the state of a replica that is there. A replica that fails again
@@ -23,7 +23,7 @@ from shardwise.parallel.members import REPLICA, Place
 from shardwise.run import Run, counted
 from shardwise.run.coordinates import RankCoordinates
 from shardwise.train.faults.agent import FIRST_HEARTBEAT, Restarts
-from shardwise.train.faults.coordinator import Coordinator
+from shardwise.train.faults.coordinator import Coordinator, meet
 from shardwise.train.faults.goodput import record_event
 from shardwise.train.faults.heartbeat import Heartbeat, explain, heartbeat_path, limit_in, read_heartbeat
 from shardwise.train.faults.ranks import MISTAKE, Ranks, environment_of, free_port
@@ -55,11 +55,7 @@ class Replicas:
         self.run, self.out, self.arguments = run, out, list(arguments)
         self.size = run.layout.world // run.layout.replicate
         self.stop = StopRequest()
-        train = run.train
-        self.replicas = [
-            _Replica(n, Ranks(out / "logs"), Restarts(train.restarts, train.restart_wait))
-            for n in range(run.layout.replicate)
-        ]
+        self.replicas: list[_Replica] = []
         self.numbers = [
             [r for r in range(run.layout.world) if RankCoordinates(run.layout, r).index("replicate") == n]
             for n in range(run.layout.replicate)
@@ -67,23 +63,34 @@ class Replicas:
 
     def execute(self) -> int:
         """Run until all is done; returns the exit code."""
-        lock = lock_folder(self.run, self.out)
+        self.board = meet(self.run, self._say)
+        first = isinstance(self.board, Coordinator)  # who records for all
+        lock = lock_folder(self.run, self.out) if first else None
+        train, here = self.run.train, self.run.cluster.devices_per_node // self.size
+        self.replicas = [
+            _Replica(n, Ranks(self.out / "logs"), Restarts(train.restarts, train.restart_wait))
+            for n in range(self.board.machine * here, (self.board.machine + 1) * here)
+        ]
         before = {number: signal.getsignal(number) for number in SIGNALS}
         code = 1
         try:
             for number in SIGNALS:
                 signal.signal(number, self._on_signal)
-            record_event(self.out, "begin", ranks=self.run.layout.world, restart=False)
-            with Coordinator(len(self.replicas), self.size, self._say) as self.coordinator:
-                code = self._watch()
+            if first:
+                record_event(self.out, "begin", ranks=self.run.layout.world, restart=False)
+            code = self._watch()
+        except ConnectionError as e:
+            print(f"error: {e}", file=sys.stderr, flush=True)
         finally:
+            self.board.close()
             for each in self.replicas:
                 each.ranks.end(0.0)
             decided()
             for number, handler in before.items():
                 signal.signal(number, handler)
-            record_event(self.out, "end" if code in (0, PREEMPTED) else "failed", code=code)
-            lock.release()
+            if lock is not None:
+                record_event(self.out, "end" if code in (0, PREEMPTED) else "failed", code=code)
+                lock.release()
         return code
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -94,20 +101,20 @@ class Replicas:
                 each.ranks.signal(signal.SIGTERM)
 
     def _watch(self) -> int:
-        membership = self.coordinator.membership
         while True:
+            view = self.board.view()
             for each in self.replicas:
                 if time.monotonic() >= each.due and not self.stop.wanted:
-                    self._start(each)
+                    self._start(each, view["starts"][each.number])
                 code = self._look_at(each)
                 if code is not None:
                     return code
             running = [each for each in self.replicas if each.ranks.running()]
-            if membership.over:
-                return self._end(running)
+            if view["over"]:
+                return self._end(running, view["members"])
             if self.stop.wanted:
                 waited = time.monotonic() - self.stop.since
-                nobody = not membership.members or not running  # who could save
+                nobody = not view["members"] or not running  # who could save
                 if nobody or waited > self.run.train.save_deadline:
                     print("stop requested: the run can be resumed, from its last checkpoint", file=sys.stderr)
                     return PREEMPTED
@@ -116,37 +123,29 @@ class Replicas:
                 return 1
             time.sleep(POLL)
 
-    def _end(self, running: list[_Replica]) -> int:
+    def _end(self, running: list[_Replica], members: list[int]) -> int:
         """The end of the run is written: the others end by themselves."""
         deadline = time.monotonic() + self.run.train.save_deadline
-        members = set(self.coordinator.membership.members)
-        while any(each.number in members and each.ranks.running() for each in running):
-            if time.monotonic() > deadline:
-                break
+        ours = [each for each in self.replicas if each.number in members]
+        while any(each.ranks.running() for each in ours) and time.monotonic() < deadline:
             time.sleep(POLL)
-        codes = {code for n in members for code in self.replicas[n].ranks.codes().values()}
+        codes = {code for each in ours for code in each.ranks.codes().values()}
         for code in (MISTAKE, PREEMPTED):
             if code in codes:
-                if code == MISTAKE:
-                    self._print_mistake(members)
+                for each in ours:
+                    if code == MISTAKE and (found := each.ranks.failed()) is not None and found[1] == MISTAKE:
+                        print(each.ranks.failure(*found), file=sys.stderr, flush=True)
                 return code
         return 0
 
-    def _print_mistake(self, members: set[int]) -> None:
-        failed = [self.replicas[n].ranks.failed() for n in members]
-        for number, found in zip(members, failed, strict=True):
-            if found is not None and found[1] == MISTAKE:
-                print(self.replicas[number].ranks.failure(*found), file=sys.stderr, flush=True)
-                return
-
-    def _start(self, each: _Replica) -> None:
-        each.start, each.due = self.coordinator.membership.desks[each.number].start, float("inf")
-        world, port = self.run.layout.world, free_port()
+    def _start(self, each: _Replica, start: int) -> None:
+        each.start, each.due = start, float("inf")
+        here, port, board = self.run.cluster.devices_per_node, free_port(), self.board
         environments = {}
         for rank, number in enumerate(self.numbers[each.number]):
-            store = self.coordinator.store.port
-            place = Place(each.number, each.start, rank, "127.0.0.1", self.coordinator.port, store)
-            environments[number] = environment_of(rank, number, self.size, world, "127.0.0.1", port) | {
+            place = Place(each.number, start, rank, board.address, board.port, board.store)
+            local_rank = self.replicas.index(each) * self.size + rank
+            environments[number] = environment_of(rank, local_rank, self.size, here, "127.0.0.1", port) | {
                 "SHARDWISE_AGENT": "1",
                 REPLICA: place.to_variable(),
             }
@@ -168,12 +167,11 @@ class Replicas:
             print(why, file=sys.stderr, flush=True)
             return MISTAKE
         each.ranks.end(0.0)
-        membership = self.coordinator.membership
-        if membership.over or self.stop.wanted:
-            membership.leave(each.number, each.start)
+        view = self.board.view()
+        self.board.leave(each.number, each.start)
+        if view["over"] or self.stop.wanted:
             return None
-        wait = each.restarts.after_failure(membership.reached[each.number])
-        membership.leave(each.number, each.start)
+        wait = each.restarts.after_failure(view["reached"][each.number])
         record_event(self.out, "replica failed", replica=each.number, why=why)
         if wait is None:
             often = counted(each.restarts.failures, "time")
@@ -182,10 +180,10 @@ class Replicas:
                 file=sys.stderr,
                 flush=True,
             )
-            membership.give_up(each.number)
+            self.board.give_up(each.number)
             each.code = 1
             return None
-        others = "the others go on" if membership.members else "it was the last"
+        others = "the others go on" if set(view["members"]) - {each.number} else "it was the last"
         print(
             f"warning: {why}; replica {each.number} starts again in {wait:.1f} s, {others}", file=sys.stderr, flush=True
         )
@@ -217,7 +215,7 @@ class Replicas:
         record_event(self.out, what, **values)
         if what == "exchange":
             return
-        here = f"{len(values['members'])} of {counted(len(self.replicas), 'replica')}"
+        here = f"{len(values['members'])} of {counted(self.run.layout.replicate, 'replica')}"
         if what == "left":
             sentence = f"replica {values['replica']} has left behind step {values['step']}: {here} go on"
         else:
