@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.run import UserError
+from shardwise.train.faults.coordinator import Coordinator, Remote
 from shardwise.train.faults.membership import Gone, Membership
 
 
@@ -185,3 +187,22 @@ def test_a_replica_asks_when_all_its_ranks_have() -> None:
     two.ask(1, "begin", 1).result(5)
     assert {each.result(5)["source"] for each in [*first, half]} == {-1}
     two.pool.shutdown()
+
+
+def test_a_machine_has_its_number_while_its_command_lives() -> None:
+    with Coordinator(4, 1, lambda what, **values: None, machines=3) as coordinator:
+        at = coordinator.address, coordinator.port
+        others = [Remote(*at, machine=-1), Remote(*at, machine=-1)]
+        assert [each.machine for each in others] == [1, 2]
+        assert others[0].view() == coordinator.view()
+        with pytest.raises(UserError, match="all machines of the run are at"):
+            Remote(*at, machine=-1)
+        others[0].close()
+        while 1 in coordinator._claims:
+            pass
+        returned = Remote(*at, machine=-1)
+        assert returned.machine == 1
+        returned.give_up(3)
+        assert coordinator.view()["starts"] == [0, 0, 0, -1]
+        for each in (returned, others[1]):
+            each.close()
