@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.cli.machinery.rollouts import rollout_figures
 from shardwise.cli.main import main
 from shardwise.plan.plan import plan
 from shardwise.plan.search import search
@@ -82,6 +83,17 @@ def test_plan_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["rollouts"]["step_seconds"] > found["step_seconds"]
     assert plan(planned()).fits
+
+
+def test_plan_shows_how_engines_are_cut() -> None:
+    run = planned(layout=dict(tensor=2, shard=2), cluster=dict(chip="h200", nodes=1, devices_per_node=4))
+    rows = {name: why for name, _, why in rollout_figures(run, plan_rollouts(run, 1.0))}
+    assert "a rank of 2 engines of tensor 2" in rows["engine"]
+    assert "laying weights anew" in rows["rollouts"]
+    whole = planned()
+    rows = {name: why for name, _, why in rollout_figures(whole, plan_rollouts(whole, 1.0))}
+    assert "a rank of" not in rows["engine"]
+    assert "anew" not in rows["rollouts"]
 
 
 SECTIONS: dict[str, Any] = dict(
