@@ -101,7 +101,7 @@ def test_without_disk_space_a_checkpoint_is_left_out_and_the_last_one_is_an_erro
         return real(path)._replace(free=1000)
 
     monkeypatch.setattr(shutil, "disk_usage", nearly_full)
-    with pytest.raises(UserError, match=r"the end of the run is not saved: the disk of .* has 1000 B free"):
+    with pytest.raises(UserError, match=r"the last checkpoint is not saved: the disk of .* has 1000 B free"):
         train(make_run(restarts=2, restart_wait=0), tmp_path)
     assert capsys.readouterr().out.count("is not saved: the disk of") == 3 + 2
     assert len(curve(tmp_path)) == 8  # it trained to the end all the same
