@@ -145,6 +145,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": _gelu,
     "gelu": _gelu,
+    "gelu_erf": F.gelu,
     "relu": F.relu,
     "relu2": _squared_relu,
 }

@@ -43,8 +43,9 @@ class ModelConfig:
     max_positions: int = key(0, "longest sequence the model is made for; 0: train.seq_len", least=0)
     norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "kind of normalisation before each block")
     norm_eps: float = key(1e-5, "added to the variance in norms", above=0)
-    activation: Literal["swiglu", "geglu", "gelu", "relu", "relu2"] = key(
-        "swiglu", "feed-forward: gated by SiLU or GELU, or plain GELU (tanh form, as GPT-2), ReLU, squared ReLU"
+    activation: Literal["swiglu", "geglu", "gelu", "gelu_erf", "relu", "relu2"] = key(
+        "swiglu",
+        "feed-forward: gated by SiLU or GELU, or plain GELU (tanh form, as GPT-2), exact GELU (Pythia), ReLU, squared ReLU",
     )
     bias: Literal["none", "qkv", "all"] = key(
         "none", "biases: none (Llama), on q, k and v (Qwen2.5), on every matrix (GPT)"

@@ -39,5 +39,5 @@ def quantized_tensors(*, routed: bool, parallel_block: bool, gated: bool, activa
     if parallel_block:
         words -= {"middle", "ffn_norm"}
     if not gated:
-        words -= {"gate", "function"} if activation == "gelu" else {"gate", "up", "function", "inner"}
+        words -= {"gate", "function"} if activation in ("gelu", "gelu_erf") else {"gate", "up", "function", "inner"}
     return frozenset(words)

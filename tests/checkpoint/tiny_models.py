@@ -66,10 +66,12 @@ QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_laye
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT),
     "gpt2-untied": ("GPT2", GPT | UNTIED_GPT),
+    "gpt2-exact": ("GPT2", GPT | {"activation_function": "gelu"}),
     "opt": ("OPT", OPT),
     "opt-untied": ("OPT", OPT | {"tie_word_embeddings": False}),
     "gpt-neox": ("GPTNeoX", NEOX),
     "gpt-neox-half": ("GPTNeoX", NEOX | {"rotary_pct": 0.5, "rope_parameters": PARTIAL, "tie_word_embeddings": True}),
+    "pythia": ("GPTNeoX", NEOX | {"hidden_act": "gelu"}),
     "gemma": ("Gemma", GROUPED | {"head_dim": 16}),
     "gemma-untied": ("Gemma", GROUPED | {"head_dim": 8, "tie_word_embeddings": False, "num_key_value_heads": 1}),
     "llama2": ("Llama", SIZES),

@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
         layers=4, hidden=32, heads=4, ffn=64, vocab=61, attention="latent", q_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8,
     ),
     "parallel": DENSE | dict(parallel_block=True),
-    "neox": DENSE | GPT | dict(parallel_block=True, parallel_norms=2, rope_share=0.5),
+    "neox": DENSE | GPT | dict(activation="gelu_erf", parallel_block=True, parallel_norms=2, rope_share=0.5),
     "gemma": DENSE | dict(embedding_scale=True, activation="geglu", tied_embeddings=True, qk_norm=False),
     "capacity": MIXTURE | dict(expert_capacity=0.8),
     "window": DENSE | dict(sliding_window=11),

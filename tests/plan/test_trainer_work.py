@@ -42,7 +42,7 @@ def runs(draw: st.DrawFn) -> Run:
     heads = draw(st.sampled_from([4, 8]))
     model: dict[str, Any] = dict(
         layers=draw(st.integers(4, 9)), hidden=8 * heads, heads=heads, kv_heads=draw(st.sampled_from([1, 2, heads])),
-        ffn=64, vocab=draw(st.integers(50, 70)), activation=draw(st.sampled_from(["swiglu", "gelu"])),
+        ffn=64, vocab=draw(st.integers(50, 70)), activation=draw(st.sampled_from(["swiglu", "gelu", "gelu_erf"])),
         sliding_window=draw(st.sampled_from([0, 0, 5, 100])), tied_embeddings=draw(st.booleans()),
     )  # fmt: skip
     if draw(st.booleans()):

@@ -6,7 +6,7 @@ knows only some values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.run import Problem, UserError
@@ -59,8 +59,7 @@ def without(keys: Keys, *names: str) -> Keys:
     return {name: value for name, value in keys.items() if name not in names}
 
 
-# Where two could describe a network, the first is written.
-FAMILIES = (
+_KNOWN = (
     Family(
         "GPT2LMHeadModel",
         "gpt2",
@@ -223,6 +222,21 @@ FAMILIES = (
 )
 
 
+def with_exact_gelu(family: Family, key: str) -> Family:
+    """The models of a family whose GELU is that of the error function and not its approximation: Pythia is one of GPT-NeoX."""
+    ours, only = family.ours | {"activation": "gelu_erf"}, family.only | {key: ("gelu", "gelu_python")}
+    return replace(family, ours=ours, only=only)
+
+
+_BY_TYPE = {family.model_type: family for family in _KNOWN}
+# Where two could describe a network, the first is written. Of GPT-NeoX, a config that does not say means the exact function.
+FAMILIES = (
+    with_exact_gelu(_BY_TYPE["gpt_neox"], "hidden_act"),
+    *_KNOWN,
+    with_exact_gelu(_BY_TYPE["gpt2"], "activation_function"),
+)
+
+
 CLASSIFIES = "ForSequenceClassification"
 
 
@@ -240,14 +254,21 @@ def architecture_of(family: Family, scores: bool) -> str:
 
 def family_named(values: Keys, where: str) -> Family:
     """The family that a config says it is: of language models, or of reward models with one score."""
-    known = ", ".join(family.architecture for family in FAMILIES)
+    known = ", ".join(family.architecture for family in _KNOWN)
     named, scores = values.get("architectures") or [], gives_scores(values)
     labels = values.get("num_labels", len(values.get("id2label") or (0, 1)))
     if scores and labels != 1:
         message = f"is of {labels} labels; of models that classify, only reward models with one score are read"
         raise UserError(Problem(message, "id2label", where))
-    for family in FAMILIES:
-        if named == [architecture_of(family, scores)] or (not named and values.get("model_type") == family.model_type):
-            return family
+    found = [
+        family
+        for family in FAMILIES
+        if named == [architecture_of(family, scores)] or (not named and values.get("model_type") == family.model_type)
+    ]
+    if found:
+        functions = ("hidden_act", "activation_function")
+        return next(
+            (f for f in found if all(values.get(k, v[0]) in v for k, v in f.only.items() if k in functions)), found[-1]
+        )
     name = ", ".join(map(str, named)) if isinstance(named, list) and named else values.get("model_type")
     raise UserError(Problem(f"{name} is not a known architecture; known: {known}", "architectures", where))

@@ -93,7 +93,7 @@ def graph(job: Job, *, routed: bool) -> dict[str, Tensor]:
             add("up", inner, (up, 0.5))
         add("function", inner, (function, 0.4))
         add("inner", inner, (function, 0.6))
-    elif m.activation == "gelu":
+    elif m.activation in ("gelu", "gelu_erf"):
         if alone:
             add("up", inner, (up, 1.0))
         add("inner", inner, (function, 1.0))

@@ -238,7 +238,7 @@ def feed_forward(tape: Tape, x: str, name: str) -> None:
         up = linear(tape, x, f"{name}.up", edge=True)
         tape.rematerialized("up", up, x)
         tape.rematerialized("inner", inner, up)
-        if m.activation == "gelu":
+        if m.activation in ("gelu", "gelu_erf"):
             tape.save(up)
         elif m.activation == "relu2":
             positive = tape.make(f"{name} positive", numel)
