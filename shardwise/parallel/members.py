@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,13 +33,14 @@ from shardwise.torch_private import gloo_group
 CONNECT = timedelta(seconds=60)
 """Within which members of a group that are all alive must have met."""
 MEETING = 0.2
-"""Seconds between two questions whether they are."""
+"""Seconds between two questions whether they are, while something is done together."""
 PAUSE = 1.0
 """Seconds between two signs that a rank waits, and does not hang."""
 REPLICA = "SHARDWISE_REPLICA"
 """The variable that tells a rank its replica, and where to ask."""
 
 Answer = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -117,38 +119,41 @@ class Members:
 
     def add_up(self, gradients: Sequence[Tensor], method: str, step: int, last: bool, stop: bool) -> Answer:
         """Add these up over all members, in place; returns what was decided, with the number of those added up."""
-        own = [g.clone() for g in gradients]
         answer = self.ask("arrive", round=self.round, step=step, last=last, stop=stop)
         while True:
             members: list[int] = answer["members"]
-            problem = ""
+            problem, sums = "", [g.detach().to("cpu", copy=True) for g in gradients]
+            work = partial(self._exchange, sums, method, members, answer["generation"])
             try:
-                _add_up(gradients, method, self._group_of(members, answer["generation"]))
+                self._group = self._while_there(members, work)
             except (RuntimeError, dist.DistError) as e:  # somebody has left; closing ours lets the others see it
                 self._group = (-1, None)
                 problem = str(e)
             answer = self.ask("vote", round=self.round, ok=not problem, problem=problem[:200])
             if answer["commit"]:
+                for gradient, total in zip(gradients, sums, strict=True):
+                    gradient.copy_(total)
                 self.round = answer["round"]
                 return answer | dict(added=len(members))
-            for gradient, before in zip(gradients, own, strict=True):
-                gradient.copy_(before)
 
-    def _group_of(self, members: list[int], generation: int) -> dist.ProcessGroup | None:
-        if self._group[0] != generation:
-            self._group = (generation, None)  # lets go of the last one first
+    def _exchange(
+        self, tensors: list[Tensor], method: str, members: list[int], generation: int
+    ) -> tuple[int, dist.ProcessGroup | None]:
+        """Add up over the members, in place, in a group that is made where this generation has none yet; returns that."""
+        before, group = self._group
+        if before != generation:
+            group = None
             if len(members) > 1:
-                name = f"{self.era}/{generation}/{self.place.rank}"
+                store = PrefixStore(f"{self.era}/{generation}/{self.place.rank}", self.store)
                 index = members.index(self.place.replica)
-                store = PrefixStore(name, self.store)
-                made = self._meet(members, lambda: gloo_group(store, index, len(members), CONNECT, self.timeout))
-                self._group = (generation, made)
-        return self._group[1]
+                group = gloo_group(store, index, len(members), CONNECT, self.timeout)
+        _add_up(tensors, method, group)
+        return generation, group
 
-    def _meet(self, others: Sequence[int], make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
-        """Make a group with other replicas. Gloo waits for one that has died until its time is up; here a thread does, and is left
-        alone with it as soon as the coordinator knows."""
-        made: Future[dist.ProcessGroup] = Future()
+    def _while_there(self, others: Sequence[int], make: Callable[[], T]) -> T:
+        """Do something with other replicas. Gloo waits for one that has died until its time is up, and for who waits for it; here a
+        thread does, and is left alone with it as soon as the coordinator knows."""
+        made: Future[T] = Future()
 
         def work() -> None:
             try:
@@ -165,7 +170,7 @@ class Members:
                     raise RuntimeError("the members of a group did not meet") from None
                 self.note()
                 if not set(others) <= set(self.ask("there")["members"]):
-                    raise RuntimeError("a member has left before the group was made") from None
+                    raise RuntimeError("a member has left in the middle") from None
 
     def give(self, name: str) -> dist.ProcessGroup:
         """A group of two, with the rank that takes this one's state."""
@@ -175,7 +180,7 @@ class Members:
     def take(self, name: str, source: int) -> dist.ProcessGroup:
         """The same on the other side."""
         store = PrefixStore(f"{name}/{self.place.rank}", self.store)
-        return self._meet([source], lambda: gloo_group(store, 1, 2, CONNECT, self.timeout))
+        return self._while_there([source], lambda: gloo_group(store, 1, 2, CONNECT, self.timeout))
 
     def finish(self) -> bool:
         """Behind the last step: whether this replica is to write what remains. The others wait until that is done, and one of them
@@ -189,18 +194,16 @@ class Members:
 
 @torch.no_grad()
 def _add_up(gradients: Sequence[Tensor], method: str, group: dist.ProcessGroup | None) -> None:
-    """The sums over a group in the place of each tensor, over the host's memory."""
+    """The sums over a group in the place of each tensor, which are on the host."""
     if group is None or not gradients:
-        return
-    on_host = [g.cpu() for g in gradients]
-    if method == "none":
-        flat = torch.cat([g.flatten() for g in on_host])
-        dist.all_reduce(flat, group=group)
-        on_host = [p.view_as(g) for p, g in zip(flat.split([g.numel() for g in on_host]), on_host, strict=True)]
-    else:
-        Quantized(method, group, on_host).add_up(on_host)
-    for gradient, total in zip(gradients, on_host, strict=True):
-        gradient.copy_(total)
+        return None
+    if method != "none":
+        return Quantized(method, group, gradients).add_up(gradients)
+    flat = torch.cat([g.flatten() for g in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
+    return None
 
 
 @dataclass
