@@ -107,7 +107,10 @@ class Membership:
             if replica in self.members:
                 self.members.remove(replica)
                 if self.writer == replica:
-                    self.writer, self._writing = min(self.members, default=-1), False
+                    # One that has just joined lacks the records of the last steps.
+                    oldest = max((self.reached[r] for r in self.members), default=-1)
+                    self.writer = min((r for r in self.members if self.reached[r] == oldest), default=-1)
+                    self._writing = False
                 self.say("left", replica=replica, step=self.step, members=list(self.members))
             self._decide()
             self.changed.notify_all()
