@@ -62,7 +62,7 @@ def test_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["trace", str(after), "--no-cache", "--against", str(before), "--fail-above", "5"]) == 1
     said = capsys.readouterr().out
     assert "10.0% slower than before" in said
-    assert "more than the 5 % allowed" in said
+    assert "more than the 5% allowed" in said
 
 
 def test_against_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
