@@ -17,11 +17,11 @@ GROUPS = {
     "kernels": 2,
     "laws": 2,
     "outer": 2,
-    "pages": 12,
+    "pages": 9,
     "pages with ranks": 1,
     "preparation": 2,
     "resharding": 3,
-    "searches": 3,
+    "searches": 2,
     "servers": 1,
 }
 """How many of its tests the small tier takes of a group: tests that start ranks by the command or disturb them (a run that suffers

@@ -52,6 +52,7 @@ def cut(values: np.ndarray, box: Box) -> np.ndarray:
     return values[tuple(slice(start, start + size) for start, size in zip(box.offset, box.size, strict=True))]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("seed", range(12))
 def test_every_rank_gets_what_its_engine_holds(seed: int) -> None:
     """Played for all ranks, each with nothing but what it trains. What is sent is what is received, and as the plan says."""
