@@ -4,8 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -q --no-compile
 CORES  ?= $(shell getconf _NPROCESSORS_ONLN)
-# Two more workers than cores: some wait for ranks, servers or a browser.
-WORKERS = -n $$(( $(CORES) + 2 )) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
+# One more worker than cores: some wait for ranks, servers or a browser. Another would collect all tests once more.
+WORKERS = -n $$(( $(CORES) + 1 )) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
 # Some containers forbid bytecode files. Then each of a hundred processes would compile PyTorch's Python files anew, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
