@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,15 +24,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.state import buffers
+from shardwise.parallel.apply import Parallel
 from shardwise.parallel.local_parameter import local
 from shardwise.parallel.members import Answer, ElasticOuter, Members, Place
+from shardwise.parallel.outer import Outer
 from shardwise.run import Run
 from shardwise.run.coordinates import RankCoordinates
 from shardwise.train.faults.guard import History
 from shardwise.train.metrics import Metrics, read_metrics
+from shardwise.train.optimizer import Optimizer
 
-if TYPE_CHECKING:
-    from shardwise.train.step import TrainState
+
+class ReplicaState(Protocol):
+    """What a replica's rank trains, as far as another can take it over: a train state (`step.py`)."""
+
+    parallel: Parallel
+    optimizer: Optimizer
+    outer: Outer | None
+    device: torch.device
+    step: int
+    tokens: int
+    history: History
 
 
 def run_of_replica(run: Run) -> Run:
@@ -72,7 +84,7 @@ class Elastic:
         """This replica's samples of a global batch."""
         return np.split(indices, self.layout.replicate)[self.place.replica]
 
-    def begin(self, state: TrainState) -> bool:
+    def begin(self, state: ReplicaState) -> bool:
         """Wait until this replica may take part; returns whether it has the state of another, and goes on from there."""
         while (answer := self.members.begin())["source"] >= 0:
             ok = True
@@ -84,7 +96,7 @@ class Elastic:
                 return True
         return False
 
-    def after_step(self, state: TrainState, metrics: Metrics | SharedMetrics | None) -> None:
+    def after_step(self, state: ReplicaState, metrics: Metrics | SharedMetrics | None) -> None:
         """Where an exchange was just applied, give this replica's state to those that join by it."""
         decided = state.outer.decided if isinstance(state.outer, ElasticOuter) else None
         if decided is None:
@@ -106,7 +118,7 @@ def _name(decided: Answer, joiner: int) -> str:
     return f"state/{decided['era']}/{decided['round']}/{joiner}"
 
 
-def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+def _tensors(state: ReplicaState) -> Iterator[tuple[str, Tensor]]:
     """All that this rank has of the run, in an order that is the same on the same rank of every replica."""
     assert state.outer is not None
     for n, each in enumerate(state.parallel.parameters):
@@ -121,7 +133,7 @@ def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
         yield f"buffer/{name}", buffer
 
 
-def packed(state: TrainState) -> tuple[str, list[Tensor]]:
+def packed(state: ReplicaState) -> tuple[str, list[Tensor]]:
     """A copy of the state on the host, and what is in it."""
     named = list(_tensors(state))
     copies = [value.detach().to("cpu", copy=True).contiguous() for _, value in named]
@@ -144,7 +156,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def receive(state: TrainState, members: Members, name: str, source: int) -> None:
+def receive(state: ReplicaState, members: Members, name: str, source: int) -> None:
     """Take the state of a member."""
     assert state.outer is not None
     group = members.take(name, source)
