@@ -11,18 +11,23 @@ from shardwise.run.rules.rule import Rule
 # fmt: off
 
 
-def _bits_rules(run: Run) -> Iterator[Rule]:
-    """What `memory.activation_bits` asks of the rest."""
-    where = "memory.activation_bits"
-    yield Rule(run.layout.recompute != "none", where, ("layout.recompute",), lambda: (
-        f'is of what layers save, and layout.recompute = "{run.layout.recompute}" saves little of it; use one of the two'
-    ))
+def _saved_rules(run: Run, where: str) -> Iterator[Rule]:
+    """What every other form of saved tensors asks of the rest."""
     yield Rule(run.train.compile is True, where, ("train.compile",),
                lambda: "is of tensors that compiled layers do not show; leave train.compile at auto")
     yield Rule(run.train.fp8 != "none", where, ("train.fp8",),
                lambda: "is of inputs as they are, and train.fp8 saves them in 8 bits already")
     yield Rule(run.adapter.used, where, ("adapter.kind",),
                lambda: "is of what full training saves; an adapter leaves most of that out")
+
+
+def _bits_rules(run: Run) -> Iterator[Rule]:
+    """What `memory.activation_bits` asks of the rest."""
+    where = "memory.activation_bits"
+    yield Rule(run.layout.recompute != "none", where, ("layout.recompute",), lambda: (
+        f'is of what layers save, and layout.recompute = "{run.layout.recompute}" saves little of it; use one of the two'
+    ))
+    yield from _saved_rules(run, where)
     yield Rule(splits_backward(run), where, ("layout.schedule",), lambda: (
         f"is unpacked for a layer's backward pass, and {run.layout.schedule} would keep that for its deferred weight gradients"
     ))
@@ -39,12 +44,7 @@ def _swap_rules(run: Run) -> Iterator[Rule]:
     ))
     yield Rule(run.memory.activation_bits > 0, where, ("memory.activation_bits",),
                lambda: "takes tensors as they are; use one of the two")
-    yield Rule(run.train.compile is True, where, ("train.compile",),
-               lambda: "is of tensors that compiled layers do not show; leave train.compile at auto")
-    yield Rule(run.train.fp8 != "none", where, ("train.fp8",),
-               lambda: "knows what layers save in 16 bits or more; leave train.fp8 at none")
-    yield Rule(run.adapter.used, where, ("adapter.kind",),
-               lambda: "is of what full training saves; an adapter leaves most of that out")
+    yield from _saved_rules(run, where)
     yield Rule(splits_backward(run), where, ("layout.schedule",), lambda: (
         f"comes back for a layer's backward pass, and {run.layout.schedule} would keep it for its deferred weight gradients"
     ))
@@ -61,12 +61,7 @@ def _lossless_rules(run: Run) -> Iterator[Rule]:
     ))
     yield Rule(run.memory.swaps or run.memory.activation_bits > 0, where, ("memory.activations", "memory.activation_bits"),
                lambda: "is of tensors that stay as they are; use one of the two")
-    yield Rule(run.train.compile is True, where, ("train.compile",),
-               lambda: "is of tensors that compiled layers do not show; leave train.compile at auto")
-    yield Rule(run.train.fp8 != "none", where, ("train.fp8",),
-               lambda: "is of inputs as they are, and train.fp8 saves them in 8 bits already")
-    yield Rule(run.adapter.used, where, ("adapter.kind",),
-               lambda: "is of what full training saves; an adapter leaves most of that out")
+    yield from _saved_rules(run, where)
     yield Rule(splits_backward(run) or run.layout.schedule == "bpipe", where, ("layout.schedule",), lambda: (
         f"makes a square for a layer's backward pass, and {run.layout.schedule} would keep it for longer; use 1f1b"
     ))
