@@ -116,7 +116,7 @@ class LowRank(nn.Module):
         """The input [batch, sequence, columns] without a share of its elements, the others larger by it."""
         assert self.tokens.keys is not None
         columns = torch.arange(self.first, self.first + x.shape[-1], device=x.device)
-        return without_a_share(x, self.tokens.keys, columns + self.key, self.dropout)
+        return without_a_share(x, self.tokens.keys ^ self.key, columns, self.dropout)
 
 
 class LowRankExperts(nn.Module):

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
+from shardwise.parallel.p2p import irecv
 from shardwise.parallel.pipeline import P2PChannel, Pipeline
 from shardwise.schedules import Action, Message, Schedule, version_of, versions_kept
 
@@ -36,7 +36,7 @@ class Stream(P2PChannel):
     def post(self, message: Message, sender: int) -> None:
         if message not in self.arriving:
             buffer = torch.empty_like(self.like)
-            work = dist.irecv(buffer, self.ranks[sender], group=self._group(sender, self.me))
+            work = irecv(buffer, self.ranks[sender], group=self._group(sender, self.me))
             self.arriving[message] = (buffer, work)
 
 

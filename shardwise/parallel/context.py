@@ -40,6 +40,7 @@ from shardwise.parallel.blockwise import (
 )
 from shardwise.parallel.collectives import Group, all_gather_sequence, all_to_all
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.p2p import exchange
 
 
 def zigzag_positions(length: int, ranks: int, rank: int) -> np.ndarray:
@@ -90,11 +91,7 @@ class _Ring:
     def pass_on(self, x: Tensor) -> tuple[Tensor, list[Any]]:
         """Start sending `x` to the next rank; gives the buffer that fills from the last one, and what to wait for."""
         buffer = torch.empty_like(x)
-        operations = [
-            dist.P2POp(dist.isend, x.contiguous(), self.next, self.group),
-            dist.P2POp(dist.irecv, buffer, self.last, self.group),
-        ]
-        return buffer, dist.batch_isend_irecv(operations)
+        return buffer, exchange(x.contiguous(), self.next, buffer, self.last, self.group)
 
 
 def ring_part(rank: int, owner: int, ranks: int, length: int, mask: ContextMask, device: torch.device) -> Part:

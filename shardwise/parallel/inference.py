@@ -13,7 +13,7 @@ rank holds, so all else is the model's own code.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from shardwise.model.layers import FeedForward, Linear
 from shardwise.model.moe.layer import MoE
 from shardwise.model.moe.ops import combine_weighted, dispatch, has_fused_kernels, sort_by_expert
 from shardwise.model.transformer import Block, Transformer, make_stage
+from shardwise.parallel.p2p import irecv, isend
 from shardwise.run import LayoutConfig, ModelConfig
 from shardwise.run.parameters import Parameter, find_parameter
 from shardwise.run.served import ServingRank
@@ -45,7 +46,7 @@ class Peers:
         alone = place.tensor_ranks == place.stage_ranks
         self.tensor = self.stage if alone else _group(place.tensor_ranks, "tensor")
         self.pipeline = _group(place.pipeline_ranks, "pipeline")
-        self._sending: tuple[dist.Work, Tensor] | None = None
+        self._sending: tuple[Any, Tensor] | None = None
 
     @property
     def first(self) -> bool:
@@ -83,7 +84,7 @@ class Peers:
 
     def receive(self, into: Tensor) -> Tensor:
         """The residual stream [tokens, hidden] of the stage before."""
-        dist.recv(into, self.place.pipeline_ranks[self.place.stage - 1], group=self.pipeline)
+        irecv(into, self.place.pipeline_ranks[self.place.stage - 1], self.pipeline).wait()
         return into
 
     def send(self, x: Tensor) -> None:
@@ -91,9 +92,7 @@ class Peers:
         if self._sending is not None:
             self._sending[0].wait()
         x = x.contiguous()
-        work = dist.isend(x, self.place.pipeline_ranks[self.place.stage + 1], group=self.pipeline)
-        assert work is not None
-        self._sending = work, x
+        self._sending = isend(x, self.place.pipeline_ranks[self.place.stage + 1], self.pipeline), x
 
 
 def _group(members: Sequence[int], name: str) -> dist.ProcessGroup | None:

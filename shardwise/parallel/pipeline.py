@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -34,6 +33,7 @@ from shardwise.parallel.fp8_all_gather import Scales
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.observer import Observers
+from shardwise.parallel.p2p import irecv, isend
 from shardwise.parallel.shard import free_secondary_shards, reduce_deferred_gradients
 from shardwise.schedules import PASSES, Action, Message, Schedule, message_of, transfers
 from shardwise.schedules.make import cached_schedule
@@ -121,7 +121,7 @@ class P2PChannel:
     def send(self, x: Tensor, receiver: int) -> None:
         """Start sending; the tensor is held until it has been sent."""
         x = x.contiguous()
-        self.sending.append((x, dist.isend(x, self.ranks[receiver], group=self._group(self.me, receiver))))
+        self.sending.append((x, isend(x, self.ranks[receiver], group=self._group(self.me, receiver))))
 
     def let_go(self) -> None:
         """Give back what has arrived elsewhere."""
@@ -132,7 +132,7 @@ class P2PChannel:
         while message not in self.arriving:
             following = self.expected[sender].popleft()
             buffer = torch.empty_like(self.like)
-            work = dist.irecv(buffer, self.ranks[sender], group=self._group(sender, self.me))
+            work = irecv(buffer, self.ranks[sender], group=self._group(sender, self.me))
             self.arriving[following] = (buffer, work)
 
     def receive(self, message: Message, sender: int) -> Tensor:

@@ -225,6 +225,8 @@ class StepMemory(Observer):
         yield
         if action.kind in ("W", "U") or self.ahead:  # see `weight_gradients`
             return
+        if (swap := self.train_state.parallel.pipeline.swap) is not None:
+            swap.wait(0)  # what has gone to the host is no longer held for the copy
         self.storages.settle()
         if action.kind == "F":
             self._record_saved(action, before)

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.parallel.activations.saving import Recomputable
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.p2p import irecv, isend
 from shardwise.schedules import Action, Schedule
 from shardwise.torch_private import gathered_tensors, is_fake, local_shard, sharded_groups, storage_key
 
@@ -195,7 +195,7 @@ class Handover:
         if shape not in self.sizes:
             size = torch.zeros(1, dtype=torch.int64, device=self.device)
             if not is_fake(size):
-                dist.recv(size, self.partner, group=self.back)
+                irecv(size, self.partner, self.back).wait()
             self.sizes[shape] = self.planned(key[0]) if is_fake(size) else int(size.item())
         self._receive(key, self.sizes[shape])
 
@@ -224,11 +224,11 @@ class Handover:
         self.sending = []
 
     def _send(self, x: Tensor) -> None:
-        self.sending.append((x, dist.isend(x, self.partner, group=self.out)))
+        self.sending.append((x, isend(x, self.partner, group=self.out)))
 
     def _receive(self, key: Key, size: int) -> None:
         message = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self.arriving[key] = (message, dist.irecv(message, self.partner, group=self.back))
+        self.arriving[key] = (message, irecv(message, self.partner, group=self.back))
 
     def let_go(self) -> None:
         """Give back what has arrived elsewhere."""
