@@ -30,7 +30,7 @@ from shardwise.plan.trainer.traffic import traffic
 from shardwise.report.colors import AXIS
 from shardwise.report.plot import Plot, Series, svg
 from shardwise.run import LayoutConfig, Run, run_from_dict
-from shardwise.train.source import TokenSource
+from shardwise.train.batches.source import TokenSource
 from shardwise.train.step import TrainState
 
 METHODS: dict[str, tuple[dict[str, Any], float]] = {

@@ -134,7 +134,7 @@ def test_nothing_is_imported_from_above() -> None:
 
 def test_the_command_that_starts_ranks_imports_nothing_that_trains() -> None:
     """The fork server imports that meanwhile, for seconds."""
-    found, new = set[str](), {"train.check", "train.launch", "tune.source", "train.faults.agent"}
+    found, new = set[str](), {"train.processes.check", "train.processes.launch", "tune.source", "train.faults.agent"}
     while new:
         found |= new
         new = {target for name in new if name in modules() for target, top in inside(name) if top} - found

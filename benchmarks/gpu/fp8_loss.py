@@ -31,7 +31,7 @@ import torch
 from shardwise.data.open import Data, open_data
 from shardwise.run import Run, run_from_dict
 from shardwise.train import cuda_graph, tune_gemms
-from shardwise.train.source import batches
+from shardwise.train.batches.source import batches
 from shardwise.train.step import TrainState
 
 MODELS: dict[str, dict[str, int]] = {

@@ -30,7 +30,7 @@ from shapes import SHAPES, need_gpu
 from shardwise.measure.verify import random_batch
 from shardwise.run import run_from_dict
 from shardwise.train.cuda_graph import attach
-from shardwise.train.result import StepResult
+from shardwise.train.progress.result import StepResult
 from shardwise.train.step import TrainState
 
 WARM = 8

@@ -38,7 +38,7 @@ class TrainResult(Result):
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """A record a step, and one an evaluation."""
-        from shardwise.train.metrics import read_metrics
+        from shardwise.train.progress.metrics import read_metrics
 
         return read_metrics(self.folder)
 

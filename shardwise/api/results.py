@@ -157,7 +157,7 @@ class PlanResult(Result):
         return (*filter(None, [self.planned.sentence()]), *self.record.notes)
 
     def to_dict(self) -> dict[str, Any]:
-        from shardwise.cli.plan import plan_json
+        from shardwise.cli.planning.plan import plan_json
 
         return plan_json(self.record, None, self.planned.left_open)
 
@@ -165,12 +165,12 @@ class PlanResult(Result):
         return [_row(self)]
 
     def page(self) -> str:
-        from shardwise.cli.plan import plan_page
+        from shardwise.cli.planning.plan import plan_page
 
         return plan_page(self.record, None, self.planned.sentence())
 
     def _shown(self) -> Sequence[RenderableType]:
-        from shardwise.cli.plan import all_figures
+        from shardwise.cli.planning.plan import all_figures
         from shardwise.report import terminal
 
         account = self.record.account
@@ -220,7 +220,7 @@ class SearchOutcome(Result):
         return self.ranking[at]
 
     def to_dict(self) -> dict[str, Any]:
-        from shardwise.cli.plan import plan_json
+        from shardwise.cli.planning.plan import plan_json
 
         return plan_json(self.record.best, self.record, self.planned.left_open)
 
@@ -228,7 +228,7 @@ class SearchOutcome(Result):
         return [_row(plan) for plan in self.ranking]
 
     def page(self) -> str:
-        from shardwise.cli.plan import plan_page
+        from shardwise.cli.planning.plan import plan_page
 
         return plan_page(self.record.best, self.record, self.planned.sentence())
 

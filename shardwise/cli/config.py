@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
+from typing import Any
 
-from shardwise.run import UserError, read_planned, read_run, to_dict, to_toml
+from shardwise.hardware.chips import ALIASES, CHIPS, Chip
+from shardwise.run import PRESETS, UserError, read_planned, read_run, to_dict, to_toml
+from shardwise.run.presets import pretraining
 from shardwise.run.write import schema
 
 HELP = """Print the resolved run as TOML, or with --schema every key with its type, default and meaning; --chips and --presets list
@@ -42,12 +46,10 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _print_catalogue(args: argparse.Namespace) -> None:
-    from shardwise.cli.machinery import catalogue
-
     if args.json:
-        print(json.dumps(catalogue.chips() if args.chips else catalogue.presets(), indent=1))
+        print(json.dumps(chips() if args.chips else presets(), indent=1))
         return
-    print("\n".join(catalogue.chip_lines() if args.chips else catalogue.preset_lines()))
+    print("\n".join(chip_lines() if args.chips else preset_lines()))
 
 
 def _schema_text() -> str:
@@ -61,3 +63,83 @@ def _schema_text() -> str:
         lines.append(f"{leaf} = {json.dumps(entry['default'])}")
         lines.append(f"    {entry['type']}: {entry['meaning']}")
     return "\n".join(lines)
+
+
+def chips() -> list[dict[str, Any]]:
+    """Every chip with its figures; speeds are per second, sizes in bytes."""
+    hidden = ("profile", "clock", "lender")
+    names: dict[str, list[str]] = {}
+    for alias, name in ALIASES.items():
+        names.setdefault(name, []).append(alias)
+    plain = [{k: v for k, v in asdict(chip).items() if k not in hidden} for chip in CHIPS.values()]
+    return [chip | {"aliases": names.get(chip["name"], [])} for chip in plain]
+
+
+def presets() -> list[dict[str, Any]]:
+    """Every preset: its parameters, its resolved `[model]`, and the keys of `[train]` that it is planned with."""
+    from shardwise.plan.cost.flops import parameters
+
+    found = []
+    for name in PRESETS:
+        model = read_run(None, [f"model.preset={name}"]).model
+        counted = parameters(model)
+        sizes = {"parameters": counted.total, "active_parameters": counted.active}
+        found.append({"name": name} | sizes | {"model": asdict(model), "train": pretraining(name)})
+    return found
+
+
+def chip_lines() -> list[str]:
+    """The chips, a line each, and the other spellings of their names."""
+    from shardwise.report import words
+
+    rows = [["chip", "16 bits", "fp8", "GiB", "memory", "inside", "between", "devices", "$/h"]]
+    for chip in CHIPS.values():
+        numbers = (_tera(chip, "bfloat16", "float16"), _tera(chip, "fp8"), f"{chip.memory / 2**30:.3g}")
+        links = (f"{speed / 1e9:,.4g}" for speed in (chip.hbm, chip.intra, chip.inter))
+        price = f"{chip.price:.2f}" if chip.price else words.DASH
+        rows.append([chip.name, *numbers, *links, str(chip.devices_per_node), price])
+    called = [f"{chip['name']}: {', '.join(chip['aliases'])}" for chip in chips() if chip["aliases"]]
+    return [*_lined_up(rows), "", *CHIP_NOTES.splitlines(), "", "Also called:", *called]
+
+
+def preset_lines() -> list[str]:
+    """The presets, a line each."""
+    from shardwise.report import words
+
+    rows = [["preset", "size", "active", "layers", "hidden", "heads", "experts", "sequence", "batch"]]
+    for entry in presets():
+        model, train = entry["model"], entry["train"]
+        active = words.count(entry["active_parameters"]) if entry["active_parameters"] != entry["parameters"] else ""
+        sizes = [str(model[name]) for name in ("layers", "hidden", "heads")]
+        batch = words.count(train["seq_len"] * train["global_batch"])
+        experts = str(model["experts"] or "")
+        rows.append(
+            [entry["name"], words.count(entry["parameters"]), active, *sizes, experts, str(train["seq_len"]), batch]
+        )
+    return [*_lined_up(rows), "", *PRESET_NOTES.splitlines()]
+
+
+CHIP_NOTES = """16 bits, fp8: dense TFLOP/s. memory, inside, between: GB/s of the memory, and
+of a device and direction inside of a machine and between machines. devices: in
+a machine. $/h: of a device. cluster.chip may also be a TOML file that describes
+a chip (docs/planning.md)."""
+PRESET_NOTES = """sequence, batch: tokens that `plan` takes where a run sets neither precision
+nor batch."""
+
+
+def _tera(chip: Chip, *dtypes: str) -> str:
+    from shardwise.report import words
+
+    best = max(chip.peak.get(dtype, 0.0) for dtype in dtypes)
+    return words.digits(best / 1e12) if best else words.DASH
+
+
+def _lined_up(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            f"{cell:<{width}}" if not at else f"{cell:>{width}}"
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

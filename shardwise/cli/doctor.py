@@ -60,8 +60,8 @@ def _of_run(args: argparse.Namespace, has_torch: bool) -> list[Finding]:
             Finding("run", "data", path, "bad", "is not here: `shardwise data build` makes it") for path in missing
         ]
         if has_torch:
-            from shardwise.train import launch
-            from shardwise.train.environment import rank_environment
+            from shardwise.train.processes import launch
+            from shardwise.train.processes.environment import rank_environment
 
             launch.check_here(run, rank_environment(os.environ, own_agent=bool(run.cluster.rendezvous)))
             launch.check_gpus(run)

@@ -36,7 +36,7 @@ def entry() -> NoReturn:
         end_at_once("interrupted", 128 + signal.SIGINT, (signal.SIGINT,))
     if trains and not is_rank:
         end_at_once("stop requested before the first step: there is nothing to save")
-    from shardwise.cli.machinery.letters import NAME, register
+    from shardwise.cli.machinery.terminal import NAME, register
     from shardwise.cli.main import main
 
     register()

@@ -42,8 +42,8 @@ from shardwise.plan.cost.flops import CONVENTION, training_flops
 from shardwise.plan.plan import plan
 from shardwise.plan.trainer.work import CONVENTION as HARDWARE
 from shardwise.run import Problem, Run, UserError, counted, to_dict, to_toml
-from shardwise.train.source import Source
-from shardwise.train.speed import peak_flops
+from shardwise.train.batches.source import Source
+from shardwise.train.progress.speed import peak_flops
 from shardwise.train.step import TrainState
 from shardwise.tune.source import source_of
 

@@ -1,4 +1,4 @@
-"""The loop, the step, objectives, optimizers, metrics, and how the ranks of a run are started."""
+"""The loop, the step, and in rooms what they get, do and say, and how the ranks of a run are started and kept alive."""
 
 import sys
 

@@ -22,10 +22,10 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
 from shardwise.run import Run
 from shardwise.torch_private import preserved_versions
-from shardwise.train.microbatches import on_device
+from shardwise.train.batches.microbatches import on_device
 from shardwise.train.objectives.objective import TrainObjective
-from shardwise.train.optimizer import Optimizer
-from shardwise.train.result import StepResult
+from shardwise.train.optimizers.optimizer import Optimizer
+from shardwise.train.progress.result import StepResult
 
 
 class TrainState(Protocol):

@@ -31,8 +31,8 @@ from shardwise.parallel.outer import Outer
 from shardwise.run import Run
 from shardwise.run.coordinates import RankCoordinates
 from shardwise.train.faults.guard import History
-from shardwise.train.metrics import Metrics, read_metrics
-from shardwise.train.optimizer import Optimizer
+from shardwise.train.optimizers.optimizer import Optimizer
+from shardwise.train.progress.metrics import Metrics, read_metrics
 
 
 class ReplicaState(Protocol):

@@ -28,16 +28,16 @@ from shardwise.plan.cost.flops import CONVENTION, parameters, training_flops
 from shardwise.report.words import clock
 from shardwise.run import AXES, Problem, Run, UserError, to_toml
 from shardwise.train import cuda_graph, tune_gemms
-from shardwise.train.check import OpenSource
-from shardwise.train.display import PlainDisplay, Progress, make_display
+from shardwise.train.batches.source import Source, TokenSource
 from shardwise.train.elastic import Elastic, SharedMetrics
 from shardwise.train.faults.guard import History
 from shardwise.train.faults.monitor import FaultMonitor, RollBack
 from shardwise.train.faults.stop import Preempted
-from shardwise.train.metrics import Metrics
-from shardwise.train.result import StepResult
-from shardwise.train.source import Source, TokenSource
-from shardwise.train.speed import peak_flops, peak_memory
+from shardwise.train.processes.check import OpenSource
+from shardwise.train.progress.display import PlainDisplay, Progress, make_display
+from shardwise.train.progress.metrics import Metrics
+from shardwise.train.progress.result import StepResult
+from shardwise.train.progress.speed import peak_flops, peak_memory
 from shardwise.train.step import TrainState
 
 

@@ -36,15 +36,15 @@ from shardwise.run import Run
 from shardwise.run.derive import forward_passes
 from shardwise.run.sections.objective import FACTS, facts_of
 from shardwise.train import asynchronous
+from shardwise.train.batches.microbatches import cut, on_device, stream_of
+from shardwise.train.batches.reference import AdaptersOff, Reference, collect
 from shardwise.train.elastic import Elastic
 from shardwise.train.faults.guard import History
 from shardwise.train.faults.recheck import check_repeatable, passes_twice
-from shardwise.train.microbatches import cut, on_device, stream_of
 from shardwise.train.objectives import OBJECTIVES
-from shardwise.train.optimizer import Optimizer
-from shardwise.train.reference import AdaptersOff, Reference, collect
-from shardwise.train.result import StepResult
-from shardwise.train.schedule import LossScale
+from shardwise.train.optimizers.optimizer import Optimizer
+from shardwise.train.optimizers.schedule import LossScale
+from shardwise.train.progress.result import StepResult
 
 BESIDE = "beside_"
 """Before the names of what a microbatch has of rows that are only passed forward."""

@@ -21,8 +21,8 @@ from shardwise.data.open import open_prompts
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run import Run
 from shardwise.serve.request import Sampling
+from shardwise.train.batches.source import Note
 from shardwise.train.objectives.grpo import AnswerBatch
-from shardwise.train.source import Note
 from shardwise.train.step import TrainState
 from shardwise.tune.answers import Answers, batch_of, packing_of, tokens_of
 from shardwise.tune.logprobs import answer_logprobs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.run import Run
-from shardwise.train.source import Source, TokenSource
+from shardwise.train.batches.source import Source, TokenSource
 
 
 def source_of(run: Run) -> Source:

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.run.named_model import RUN_FILE
 from shardwise.train.faults.goodput import EVENTS_FILE, goodput
-from shardwise.train.metrics import FILE, parse_record
+from shardwise.train.progress.metrics import FILE, parse_record
 from shardwise.workbench.columns import Series
 
 CHUNK = 4 * 2**20

@@ -53,7 +53,7 @@ def test_importing_costs_nothing() -> None:
     "imported",
     [
         "",
-        "import shardwise.plan.plan, shardwise.train.schedule, shardwise.trace.answers, shardwise.serve",
+        "import shardwise.plan.plan, shardwise.train.optimizers.schedule, shardwise.trace.answers, shardwise.serve",
         "from shardwise.plan.plan import Plan; from shardwise import plan",
     ],
 )

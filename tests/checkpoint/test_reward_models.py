@@ -20,7 +20,7 @@ from shardwise.data.build import build
 from shardwise.data.chat.job import ChatOptions
 from shardwise.run import UserError, read_run, run_from_dict
 from shardwise.train import loop
-from shardwise.train.metrics import read_metrics
+from shardwise.train.progress.metrics import read_metrics
 
 transformers = pytest.importorskip("transformers")
 

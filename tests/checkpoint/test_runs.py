@@ -24,9 +24,9 @@ from shardwise.checkpoint.resume import resume
 from shardwise.checkpoint.weights import load_model
 from shardwise.data.open import open_data
 from shardwise.run import Run, UserError
-from shardwise.train.check import check
 from shardwise.train.loop import train
-from shardwise.train.metrics import read_metrics
+from shardwise.train.processes.check import check
+from shardwise.train.progress.metrics import read_metrics
 from shardwise.train.step import TrainState
 
 MIXTURE = MODEL | dict(experts=4, experts_per_token=2, expert_ffn=16, router="sigmoid", dense_layers=1)
@@ -149,7 +149,9 @@ def test_another_job_is_refused_with_all_that_differs_and_the_rest_may_change(tm
 def test_other_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(steps=2)
     train(run, tmp_path)
-    monkeypatch.setattr("shardwise.train.source.open_data", lambda run: replace(open_data(run), fingerprint="other"))
+    monkeypatch.setattr(
+        "shardwise.train.batches.source.open_data", lambda run: replace(open_data(run), fingerprint="other")
+    )
     with pytest.raises(UserError, match="was trained on other data"):
         train(run, tmp_path)
 

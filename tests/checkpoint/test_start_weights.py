@@ -25,9 +25,9 @@ from shardwise.data.open import open_data
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.parallel.local_parameter import local, local_box
 from shardwise.run import Run, UserError, read_run, run_from_dict
-from shardwise.train.check import check
 from shardwise.train.loop import train
-from shardwise.train.metrics import read_metrics
+from shardwise.train.processes.check import check
+from shardwise.train.progress.metrics import read_metrics
 from shardwise.train.step import TrainState
 
 

@@ -156,7 +156,7 @@ def test_a_step_waits_for_nothing_on_the_device(compiled: bool) -> None:
 
 def test_adamw_in_one_pass_is_pytorchs() -> None:
     from shardwise.measure.verify import random_batch
-    from shardwise.train import optimizer
+    from shardwise.train.optimizers import optimizer
     from shardwise.train.step import TrainState
 
     run = small_run(dtype="float32", loss="plain", clip=0.05)

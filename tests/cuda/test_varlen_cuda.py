@@ -15,7 +15,8 @@ from shardwise.measure.verify import random_batch
 from shardwise.model.varlen import VarlenMask, cu_seqlens_of, varlen_attention, varlen_attention_reference
 from shardwise.parallel import apply
 from shardwise.run import Run, run_from_dict
-from shardwise.train import cuda_graph, microbatches
+from shardwise.train import cuda_graph
+from shardwise.train.batches import microbatches
 from shardwise.train.step import TrainState
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.cli.data import add_arguments, execute
+from shardwise.cli.files.data import add_arguments, execute
 from shardwise.data import inputs
 from shardwise.data.batches import IGNORE_INDEX, Samples
 from shardwise.data.build import build
@@ -282,7 +282,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"{path}:6: is not valid JSON" in text
     with pytest.raises(UserError, match="--chat too"):
         run("build", path, "--out", tmp_path / "other", "--learn", "last")
-    from shardwise.cli.machinery.conversations import runs
+    from shardwise.cli.files.conversations import runs
 
     tokens = TokenSet.open(tmp_path / "set")
     pieces = runs(tokens.tokenizer(), *documents(tokens)[0])

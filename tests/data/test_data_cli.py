@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.data import add_arguments, execute, megabytes, progress_on
+from shardwise.cli.files.data import add_arguments, execute, megabytes, progress_on
 from shardwise.data.build import Progress
 from shardwise.run import UserError
 
@@ -68,7 +68,7 @@ def test_show(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_verb_imports_nothing_heavy() -> None:
     heavy = ("numpy", "rich", "tokenizers", "torch")
-    code = f"import sys, shardwise.cli.data; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, shardwise.cli.files.data; print([m for m in {heavy} if m in sys.modules])"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )

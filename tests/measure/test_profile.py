@@ -15,7 +15,7 @@ import pytest
 from parallel_pool import RankPool
 
 from shardwise.cli.main import main
-from shardwise.cli.profile import chosen_ranks
+from shardwise.cli.measuring.profile import chosen_ranks
 from shardwise.data.open import open_data
 from shardwise.labels import read_label
 from shardwise.measure.profile import Recording, prepare_folder, rank_file, record

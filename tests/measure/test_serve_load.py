@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.cli.bench import tables
 from shardwise.cli.main import main
+from shardwise.cli.measuring.bench import tables
 from shardwise.hardware import load_profile
 from shardwise.hardware.engine_facts import FOLDER, engine_facts
 from shardwise.hardware.profile import dump_profile

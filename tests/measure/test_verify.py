@@ -18,7 +18,7 @@ import torch
 from patience import HANG_SECONDS
 
 from shardwise.cli.entry import hide_deprecations
-from shardwise.cli.machinery import progress
+from shardwise.cli.machinery import terminal as progress
 from shardwise.cli.main import main
 from shardwise.ledger import Work
 from shardwise.measure.counts.rounds import microbatches_to_run

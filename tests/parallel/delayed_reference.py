@@ -14,7 +14,7 @@ from shardwise.model.transformer import make_stage
 from shardwise.parallel.objective import Microbatch
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.run import Run
-from shardwise.train.schedule import learning_rate_factor
+from shardwise.train.optimizers.schedule import learning_rate_factor
 from shardwise.train.step import TrainState
 
 

@@ -46,7 +46,7 @@ def twice(rank: int, layout: dict[str, Any], corrupt: int | None, cache: str) ->
 def compared(rank: int, slow: int) -> tuple[int, float]:
     """The slowest rank and its ratio, where one rank computes three times as long as the others. The clock is that of the
     thread alone: a core that is shared with other tests would rightly make a rank slow."""
-    from shardwise.train import speed as module
+    from shardwise.train.progress import speed as module
 
     stragglers = module.Stragglers(2, torch.device("cpu"), torch.float32, world=2, rank=rank)
     with mock.patch.object(module, "busy_seconds", time.thread_time):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli.machinery.rollouts import rollout_figures
 from shardwise.cli.main import main
+from shardwise.cli.planning.plan import rollout_figures
 from shardwise.plan.plan import plan
 from shardwise.plan.search import search
 from shardwise.plan.serving.rollouts import own_weight_bytes, plan_rollouts

@@ -12,7 +12,7 @@ from shardwise.measure.counts.work import WorkCounter
 from shardwise.measure.verify import random_batch
 from shardwise.parallel import apply
 from shardwise.run import Run, run_from_dict
-from shardwise.train import microbatches
+from shardwise.train.batches import microbatches
 from shardwise.train.step import TrainState
 
 

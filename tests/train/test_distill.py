@@ -24,9 +24,9 @@ from shardwise.plan.plan import plan
 from shardwise.run import Run, UserError, read_run, run_from_dict
 from shardwise.run.write import to_toml
 from shardwise.train import loop
-from shardwise.train.metrics import read_metrics
+from shardwise.train.batches.score import score
 from shardwise.train.objectives.distill import divergences
-from shardwise.train.score import score
+from shardwise.train.progress.metrics import read_metrics
 from shardwise.train.step import TrainState
 
 

@@ -17,10 +17,10 @@ from shardwise.plan.search import resolve
 from shardwise.run import LayoutConfig, UserError
 from shardwise.run.config import ClusterConfig
 from shardwise.train import loop
+from shardwise.train.batches.source import TokenSource
 from shardwise.train.elastic import run_of_replica
-from shardwise.train.environment import RankEnvironment
-from shardwise.train.launch import check_world
-from shardwise.train.source import TokenSource
+from shardwise.train.processes.environment import RankEnvironment
+from shardwise.train.processes.launch import check_world
 from shardwise.train.step import TrainState
 
 LAYOUT: dict[str, Any] = dict(replicate=2, sync_every=4, sync_elastic=True)

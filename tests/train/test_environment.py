@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from shardwise.run import Run, UserError, read_run
-from shardwise.train.environment import (
+from shardwise.train.processes.environment import (
     GLOO,
     NCCL,
     RankEnvironment,
@@ -16,7 +16,7 @@ from shardwise.train.environment import (
     rank_environment,
     slurm_address,
 )
-from shardwise.train.launch import check_gpus
+from shardwise.train.processes.launch import check_gpus
 
 TORCHRUN = dict(
     RANK="11", WORLD_SIZE="16", LOCAL_RANK="3", LOCAL_WORLD_SIZE="8", MASTER_ADDR="node0", MASTER_PORT="1234"

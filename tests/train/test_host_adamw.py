@@ -46,7 +46,7 @@ def test_a_host_updates_to_the_bits_of_a_device(train: dict[str, Any]) -> None:
 
 
 def test_slices_of_a_parameter_are_updated_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.train.host_adamw.SLICE", 64)
+    monkeypatch.setattr("shardwise.train.optimizers.host_adamw.SLICE", 64)
     (_, here), (_, there) = (trained(made(where, dtype="float32")) for where in ("device", "host"))
     for mine, theirs in zip(here, there, strict=True):
         assert torch.equal(mine, theirs)

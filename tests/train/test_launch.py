@@ -16,12 +16,12 @@ from patience import HANG_SECONDS
 from tiny_run import tiny_run, tiny_toml
 
 from shardwise.run import UserError, read_run
-from shardwise.train.environment import RankEnvironment
 from shardwise.train.faults.heartbeat import Heartbeat, read_heartbeat
 from shardwise.train.faults.ranks import _die_with_command, environment_of, threads_of
-from shardwise.train.launch import check_here
 from shardwise.train.loop import train
-from shardwise.train.metrics import read_metrics
+from shardwise.train.processes.environment import RankEnvironment
+from shardwise.train.processes.launch import check_here
+from shardwise.train.progress.metrics import read_metrics
 
 KEYS = dict(steps=4, microbatch=1, dtype="float64", eval_every=2, eval_sequences=3)
 

@@ -23,11 +23,11 @@ from shardwise.report.words import clock
 from shardwise.run import Run, UserError, read_run
 from shardwise.run.write import to_toml
 from shardwise.train import loop
-from shardwise.train.display import sparkline
 from shardwise.train.loop import train
-from shardwise.train.metrics import read_metrics
-from shardwise.train.result import StepResult
-from shardwise.train.speed import peak_memory
+from shardwise.train.progress.display import sparkline
+from shardwise.train.progress.metrics import read_metrics
+from shardwise.train.progress.result import StepResult
+from shardwise.train.progress.speed import peak_memory
 from shardwise.train.step import TrainState
 
 LARGE = pytest.mark.large("a loss scale that a resumed run takes up; checkpoints of it are in tests/checkpoint")

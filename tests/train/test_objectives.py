@@ -24,11 +24,11 @@ from shardwise.data.shards import TokenSet
 from shardwise.run import Run, UserError, run_from_dict
 from shardwise.serve.prepare import check_served
 from shardwise.train import loop
-from shardwise.train.metrics import read_metrics
 from shardwise.train.objectives.dpo import dpo_losses
 from shardwise.train.objectives.kto import kto_losses
 from shardwise.train.objectives.orpo import odds_ratio_losses
 from shardwise.train.objectives.simpo import simpo_losses
+from shardwise.train.progress.metrics import read_metrics
 from shardwise.train.step import TrainState
 
 TIMES = ("seconds", "tokens_per_s", "mfu", "memory_gib")

@@ -10,8 +10,8 @@ import torch
 from interpreted_kernels import Interpreter
 
 from shardwise.run import TrainConfig, run_from_dict
-from shardwise.train.optimizer import orthogonalize
-from shardwise.train.schedule import learning_rate_factor
+from shardwise.train.optimizers.optimizer import orthogonalize
+from shardwise.train.optimizers.schedule import learning_rate_factor
 from shardwise.train.step import TrainState
 
 

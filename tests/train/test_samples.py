@@ -14,8 +14,8 @@ from tiny_run import tiny_run
 from shardwise.launch.job import estimate
 from shardwise.run import Run, UserError, run_from_dict
 from shardwise.train.loop import train
-from shardwise.train.metrics import read_metrics
-from shardwise.train.samples import continued
+from shardwise.train.progress.metrics import read_metrics
+from shardwise.train.progress.samples import continued
 from shardwise.train.step import TrainState
 from shardwise.workbench.follow import FollowedRun
 

@@ -17,7 +17,7 @@ from shardwise.cli.main import main
 from shardwise.plan.plan import plan
 from shardwise.run import Run, UserError, to_toml
 from shardwise.train.loop import train
-from shardwise.train.metrics import read_metrics
+from shardwise.train.progress.metrics import read_metrics
 from shardwise.train.step import TrainState
 from shardwise.tune.grpo import GrpoSource
 from shardwise.tune.rollouts import sampling_of

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.train.faults.goodput import goodput, read_events
-from shardwise.train.metrics import read_metrics
+from shardwise.train.progress.metrics import read_metrics
 from shardwise.workbench.columns import BLOCK, Series
 from shardwise.workbench.follow import FollowedRun, run_folders
 from shardwise.workbench.watch import Asked, Watch

@@ -1,1 +1,1 @@
-"""What verbs share and no user names: argument types, progress, letters of the terminal, lists of names, how ranks start."""
+"""What verbs share: types of arguments, letters and progress on a terminal, versions, what a fork server imports."""

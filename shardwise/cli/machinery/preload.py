@@ -24,5 +24,5 @@ import torch.distributed.fsdp
 
 import shardwise.cli.entry
 import shardwise.cli.main
-import shardwise.cli.train
+import shardwise.cli.training.train
 import shardwise.train.loop

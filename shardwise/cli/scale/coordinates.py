@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from shardwise.cli.machinery.progress import progress_line
+from shardwise.cli.machinery.terminal import progress_line
 from shardwise.cli.scale.pictures import write_pictures
 from shardwise.report import colors, words
 from shardwise.report.plot import Plot, Series

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.cli.machinery.options import write_file
-from shardwise.cli.machinery.progress import progress_line
+from shardwise.cli.machinery.terminal import progress_line
 from shardwise.report import words
 from shardwise.report.terminal import Console
 from shardwise.report.terminal_scale import print_fit

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 
-from shardwise.cli.machinery.progress import progress_line
+from shardwise.cli.machinery.terminal import progress_line
 from shardwise.report import words
 from shardwise.run import read_run
 from shardwise.scale.published import step_law

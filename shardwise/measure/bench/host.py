@@ -18,7 +18,7 @@ from shardwise.model.compute_copy import ComputeCopy
 from shardwise.parallel.local_parameter import LocalParameter
 from shardwise.plan.cost.host import MOMENTS
 from shardwise.run.parameters import Parameter
-from shardwise.train.host_adamw import SLICE, HostAdamW, master_of
+from shardwise.train.optimizers.host_adamw import SLICE, HostAdamW, master_of
 
 COPIED = 1 << 28
 """Bytes of a copy between device and host: enough to be at full speed."""

@@ -1,5 +1,5 @@
 """1-bit Adam (Tang et al. 2021): behind a warm-up replicas exchange Adam's momentum instead of gradients, as signs with a scale for
-each block and error feedback, and Adam's second moment stays as the warm-up left it (`train/onebit_adam.py`).
+each block and error feedback, and Adam's second moment stays as the warm-up left it (`train/optimizers/onebit_adam.py`).
 
 A gradient as such can't be sent as signs, because Adam divides by the square of it; the momentum changes slowly enough. With the
 common momentum m and this rank's gradient g_i, u_i = b m / r + (1 - b) g_i is what the ranks add up. What is handed on is the

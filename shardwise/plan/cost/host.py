@@ -1,5 +1,5 @@
 """What this project's trainer keeps in the host's memory, and what travels there, to the byte: optimizer states and parameters in
-high precision (`train/host_adamw.py`). One rank holds all parameters where that is allowed."""
+high precision (`train/optimizers/host_adamw.py`). One rank holds all parameters where that is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time of what the host does for a device: optimizer states that it holds and updates (`train/host_adamw.py`).
+"""The time of what the host does for a device: optimizer states that it holds and updates (`train/optimizers/host_adamw.py`).
 
 Gradients leave while the backward pass runs. The update begins when it has ended and goes through the layers in the order of the
 forward pass, and the next forward pass follows it layer by layer: of the two, the slower sets the pace, and the other is late by a

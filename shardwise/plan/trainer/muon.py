@@ -1,6 +1,6 @@
 """What Muon's orthogonalisation costs: every matrix of the layers is gathered and goes whole through the Newton-Schulz iteration of
-`train/optimizer.py`, on every rank that holds a slice of it. Only different experts are different matrices, which stay with their
-ranks. With s and l a matrix's shorter and longer side, each of the 5 iterations takes
+`train/optimizers/optimizer.py`, on every rank that holds a slice of it. Only different experts are different matrices, which stay
+with their ranks. With s and l a matrix's shorter and longer side, each of the 5 iterations takes
 
     x xᵀ        s x s from l        its square   s x s from s        times x   s x l from s        in all 4 s s l + 2 s s s
 
@@ -124,7 +124,7 @@ def update_bytes(planned: PlannedRank) -> int:
 
 
 def gathered_matrices(wire: Wire) -> None:
-    """`train/optimizer.py`: every matrix of the layers gathered, first its shards, then the slices of the tensor ranks."""
+    """`train/optimizers/optimizer.py`: every matrix of the layers gathered, its shards, then the slices of the tensor ranks."""
     planned = wire.planned
     for count, parameter in planned.parameters(outer=False):
         if not parameter.entry.is_layer_matrix:

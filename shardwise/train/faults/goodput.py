@@ -20,7 +20,7 @@ from typing import Any
 
 from shardwise.report.words import clock
 from shardwise.train.faults.ranks import command_name
-from shardwise.train.metrics import append_record, parse_record, read_lines
+from shardwise.train.progress.metrics import append_record, parse_record, read_lines
 
 EVENTS_FILE = "events.jsonl"
 LOSSES = ("start-up", "checkpoints", "evaluation", "skipped", "repeated", "hangs", "restarts", "other")

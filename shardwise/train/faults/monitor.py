@@ -21,9 +21,9 @@ from shardwise.train.faults.guard import Guard
 from shardwise.train.faults.heartbeat import HeartbeatThread, group_progress
 from shardwise.train.faults.ranks import command_name
 from shardwise.train.faults.stop import Preempted, StopRequest, decided
-from shardwise.train.metrics import read_metrics
-from shardwise.train.result import StepResult
-from shardwise.train.speed import Stragglers
+from shardwise.train.progress.metrics import read_metrics
+from shardwise.train.progress.result import StepResult
+from shardwise.train.progress.speed import Stragglers
 from shardwise.train.step import TrainState
 
 

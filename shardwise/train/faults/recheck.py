@@ -24,7 +24,7 @@ from shardwise.parallel.apply import Parallel
 from shardwise.parallel.local_parameter import local
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Problem, Run, UserError
-from shardwise.train.optimizer import Optimizer
+from shardwise.train.optimizers.optimizer import Optimizer
 
 
 class Repeatable(Protocol):

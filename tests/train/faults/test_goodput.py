@@ -27,7 +27,7 @@ from shardwise.train.faults.heartbeat import (
     read_heartbeat,
 )
 from shardwise.train.faults.ranks import environment_of
-from shardwise.train.speed import Comparison, busy_seconds
+from shardwise.train.progress.speed import Comparison, busy_seconds
 
 
 def test_a_run_that_advances_may_fail_forever_and_one_that_does_not_is_given_up() -> None:

@@ -22,7 +22,7 @@ from shardwise.run import Run, UserError
 from shardwise.train.faults.goodput import read_events
 from shardwise.train.faults.guard import FLAT, Guard, History, above
 from shardwise.train.loop import train
-from shardwise.train.metrics import read_metrics
+from shardwise.train.progress.metrics import read_metrics
 from shardwise.train.step import TrainState
 
 

@@ -1,0 +1,192 @@
+"""`shardwise data prepare`, which does a recipe, and `shardwise data fate`, which says what became of a document."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.files import write_atomically
+from shardwise.run.problems import Problem, UserError
+
+if TYPE_CHECKING:
+    from shardwise.data.prepare.fates import Fate
+    from shardwise.data.prepare.prepare import Progress
+    from shardwise.data.prepare.recipe import Recipe
+
+SECONDS_BETWEEN_LINES = 10.0
+PAGE = "statistics.html"
+
+
+def add_prepare(verbs: Any) -> None:
+    """The arguments of both."""
+    prepare = verbs.add_parser(
+        "prepare",
+        help="read, filter and deduplicate raw files by a recipe, into token sets",
+        description="Do a recipe: read JSONL, Parquet, WARC and text, compressed or not; extract, filter, deduplicate, mask; write "
+        "the documents that are left, a token set of each source, statistics, and the fate of every document. After an "
+        "interruption the same command goes on. The result does not depend on the executor or the number of workers.",
+    )
+    prepare.add_argument("recipe", metavar="RECIPE.toml", help="sources, steps and tokenizer")
+    prepare.add_argument(
+        "--out", required=True, metavar="DIR", help="folder for everything; new, empty, or of the same recipe"
+    )
+    prepare.add_argument(
+        "--executor",
+        choices=("local", "ray", "slurm"),
+        default="local",
+        help="processes of this machine (default), Ray's workers, or Slurm arrays, which are submitted",
+    )
+    prepare.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="processes or workers (default: one for each core)"
+    )
+    prepare.add_argument("--restart", action="store_true", help="discard what the folder holds of an earlier recipe")
+    prepare.add_argument(
+        "--option", action="append", default=[], metavar="=--WORD", help="Slurm: one more option of sbatch"
+    )
+    prepare.add_argument("--json", action="store_true", help="print the statistics as JSON")
+    # What a task of an array is told.
+    prepare.add_argument("--stage", default="", help=argparse.SUPPRESS)
+    prepare.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
+
+    fate = verbs.add_parser(
+        "fate",
+        help="what became of documents of a prepared corpus",
+        description="What became of a document: kept, changed by which steps, or removed by which, why, and in favour of "
+        "which other.",
+    )
+    fate.add_argument("folder", metavar="DIR", help="the folder of `shardwise data prepare`")
+    fate.add_argument(
+        "documents", nargs="*", metavar="FILE[:PLACE]", help="documents, or files whose documents are all listed"
+    )
+    fate.add_argument(
+        "--step", default="", metavar="KIND", help="those that ended at a step; `kept` for those that stay, `read`"
+    )
+    fate.add_argument("--reason", default="", metavar="WORDS", help="those whose reason contains the words")
+    fate.add_argument("--limit", type=int, default=20, metavar="N", help="the first N (20)")
+    fate.add_argument("--json", action="store_true", help="print as JSON, a document a line")
+
+
+def execute_prepare(args: argparse.Namespace) -> int:
+    from shardwise.data.prepare.prepare import prepare
+    from shardwise.data.prepare.recipe import read_recipe
+
+    recipe = read_recipe(args.recipe)
+    out = Path(args.out)
+    if args.stage:
+        return _one_stage(args, out)
+    if args.executor == "slurm":
+        return _submit(args, recipe, out)
+    if args.option:
+        raise UserError(Problem("is for Slurm: give --executor slurm too", "--option"))
+    found = prepare(
+        recipe,
+        Path(args.recipe).resolve().parent,
+        out,
+        executor=args.executor,
+        workers=args.workers,
+        restart=args.restart,
+        progress=_log(),
+    )
+    return _show(args, found, out)
+
+
+def _show(args: argparse.Namespace, found: dict[str, Any], out: Path) -> int:
+    from shardwise.report.html_prepare import preparation_page
+
+    if not (out / PAGE).exists():
+        write_atomically(out / PAGE, preparation_page(Path(args.recipe).stem, found).encode("utf-8"))
+    if args.json:
+        print(json.dumps(found, ensure_ascii=False))
+    else:
+        print("\n".join(_lines(found, out)))
+    return 0
+
+
+def _one_stage(args: argparse.Namespace, out: Path) -> int:
+    """A task of an array: its share of a stage, or the end."""
+    from shardwise.data.prepare.prepare import do_share, finish
+    from shardwise.data.prepare.stages import read_plan
+
+    share, _, count = args.share.partition("/")
+    if args.stage == "finish":
+        return _show(args, finish(read_plan(out), out, args.workers), out)
+    do_share(out, args.stage, int(share), int(count))
+    return 0
+
+
+def _submit(args: argparse.Namespace, recipe: Recipe, out: Path) -> int:
+    from shardwise.cli.files.prepare_slurm import submit_recipe
+
+    jobs = submit_recipe(recipe, Path(args.recipe), out, args.workers, args.option, args.restart)
+    if args.json:
+        print(json.dumps({"jobs": [job.id for job in jobs]}))
+    elif jobs:
+        print(f"submitted {len(jobs)} jobs, each after the one before: {', '.join(job.id for job in jobs)}")
+        print("where one fails, the same command submits what is left")
+    else:
+        print(f"{out} is already prepared; nothing was submitted")
+    return 0
+
+
+def _log() -> Callable[[Progress], None]:
+    """A line where a stage begins, and now and then."""
+    last: list[Any] = ["", 0.0]
+
+    def update(now: Progress) -> None:
+        if now.stage != last[0] or now.seconds - last[1] >= SECONDS_BETWEEN_LINES:
+            last[:] = [now.stage, now.seconds if now.stage == last[0] else 0.0]
+            print(f"{now.stage}: {now.done:,} of {now.tasks:,} tasks", file=sys.stderr, flush=True)
+
+    return update
+
+
+def _lines(found: dict[str, Any], out: Path) -> list[str]:
+    from shardwise.report import words
+
+    lines = [f"{out} is already prepared; nothing was done"] if found["already"] else []
+    lines.append(f"{'step':20}{'documents':>14}{'removed':>12}{'share':>8}{'changed':>10}")
+    for step in found["steps"]:
+        share = words.percent(step["removed"] / step["documents"]) if step["documents"] else words.DASH
+        lines.append(f"{step['kind']:20}{step['documents']:>14,}{step['removed']:>12,}{share:>8}{step['changed']:>10,}")
+        for reason, entry in islice(step["reasons"].items(), 5):
+            lines.append(f"  {reason:46.46} {entry['documents']:>11,}")
+        if len(step["reasons"]) > 5:
+            lines.append(f"  and {len(step['reasons']) - 5} more reasons")
+    lines.append(f"kept {found['kept']:,} of {found['documents']:,} documents, {found['characters_kept']:,} characters")
+    for name, made in found["sets"].items():
+        lines.append(f"{name}: {made['documents']:,} documents, {made['tokens']:,} tokens in {out}/tokens/{name}")
+    lines.append(f"reasons with examples: {out}/{PAGE}")
+    lines.append(
+        f"to train on it: the [data] of {out}/data.toml; what became of a document: shardwise data fate {out} FILE:PLACE"
+    )
+    return lines
+
+
+def execute_fate(args: argparse.Namespace) -> int:
+    from shardwise.data.prepare.fates import Fates
+
+    fates = Fates(args.folder)
+    if args.documents:
+        wanted = set(fates.where(args.step, args.reason)) if args.step or args.reason else None
+        rows: Iterator[int] = (
+            row for name in args.documents for row in fates.find(name) if wanted is None or row in wanted
+        )
+    else:
+        rows = fates.where(args.step, args.reason)
+    for row in islice(rows, args.limit if args.limit > 0 else None):
+        fate = fates[row]
+        print(json.dumps(fate.__dict__, ensure_ascii=False) if args.json else _told(fate))
+    return 0
+
+
+def _told(fate: Fate) -> str:
+    if fate.kept:
+        changed = f", changed by {', '.join(fate.changed)}" if fate.changed else ""
+        return f"{fate.id}: kept, {fate.characters:,} characters{changed}"
+    other = f" ({fate.other})" if fate.other else ""
+    return f"{fate.id}: removed by {fate.step}: {fate.reason}{other}"

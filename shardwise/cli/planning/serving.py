@@ -1,0 +1,172 @@
+"""What `shardwise plan` and `shardwise verify` print of a run that serves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.machinery.options import write_file
+from shardwise.run import AXES, Problem, Run, UserError
+
+if TYPE_CHECKING:
+    from shardwise.plan.serving.plan import ServingPlan
+    from shardwise.plan.serving.served import ServedLoad
+    from shardwise.plan.serving.verdict import LoadVerdict
+
+SIDES = ("plan", "load")
+
+
+def plan_serving(args: argparse.Namespace, run: Run) -> int:
+    """Play the load on the run's layout, or on all of its devices'. Exit code 1 when the load is not held."""
+    from shardwise.plan.serving.plan import plan_serving, search_serving
+
+    wrong = {"--trace": args.trace, "--devices": args.devices, "--pick": args.pick, "--out": args.out}
+    problems = [Problem("is for runs that train", name, "command line") for name, given in wrong.items() if given]
+    if problems:
+        raise UserError(*problems)
+    ranking = search_serving(run) if run.layout.auto else [plan_serving(run)]
+    best = ranking[0]
+    if args.html:
+        from shardwise.report.load_view import load_page
+
+        write_file(args.html, load_page(f"Plan of {run.name}: {_layout(best)}", best.figures).encode())
+    if args.json:
+        others = {"ranking": [plan.as_dict() for plan in ranking[: args.keep]]} if run.layout.auto else {}
+        print(json.dumps(best.as_dict() | others))
+    else:
+        _print(best, ranking[: args.keep])
+        if args.html:
+            print(f"wrote {args.html}", file=sys.stderr)
+    return 0 if best.holds else 1
+
+
+def _layout(plan: ServingPlan) -> str:
+    layout = plan.run.layout
+    sizes = [f"{axis} {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1]
+    return " × ".join(sizes) or "one device"
+
+
+def _print(best: ServingPlan, ranking: list[ServingPlan]) -> None:
+    from shardwise.report import words
+    from shardwise.report.terminal import Console, plain_table
+    from shardwise.report.terminal_load import print_load
+
+    console = Console(highlight=False)
+    run, memory, found = best.run, best.memory, best.as_dict()
+    serve, cost = run.serve, found["cost"]
+    load = f"{serve.rate:g} requests/s" if serve.rate else f"{serve.concurrency} clients"
+    held = "is served" if best.holds else "IS NOT SERVED"
+    parts = f"weights {words.size(memory.weights)}, keys and values {words.size(memory.cache)}"
+    if memory.draft:
+        parts += f", draft model {words.size(memory.draft)}"
+    tokens = memory.pages * serve.page_tokens
+    price = (
+        f"{words.money(cost['usd_per_hour'])} an hour" if cost["usd_per_hour"] else "no price known: set cluster.price"
+    )
+    engine = found["engine"]
+    asked = f"{run.train.dtype}, answers of {serve.output_tokens} to prompts of {serve.input_tokens} tokens"
+    figures: list[tuple[str, str, str]] = [
+        ("model", run.model.preset or "custom", asked),
+        ("devices", f"{best.devices} {run.cluster.chip or 'cpu'}", _layout(best)),
+        ("load", load, held),
+        ("memory", words.size(memory.total), f"of a device: {parts}, for {words.count(tokens)} tokens"),
+        ("engine", f"{engine['running']} at once", f"{engine['steps']:,} steps, {engine['preemptions']} preempted"),
+        ("times", f"± {best.facts.error:.0%}", f"played step by step with facts {best.facts.origin}"),
+        ("cost", words.price(cost["usd_per_million_output_tokens"]), f"for a million tokens of answers; {price}"),
+    ]
+    if guess := found["speculation"]:
+        source = "looked up" if guess["by"] == "ngram" else "of a draft model"
+        what = f"{guess['draft_tokens']} {source}, right in {guess['acceptance']:.0%}"
+        figures.insert(
+            5, ("guesses", f"{guess['tokens_a_step']:.2f} tokens", f"of a sequence in a step: {what}, as assumed")
+        )
+    print_load(console, found, figures)
+    if len(ranking) < 2:
+        return
+    table = plain_table()
+    for name in ("devices: layout", "served", "tokens/s", "ttft 50%", "tpot 50%", "a million"):
+        table.add_column(name, justify="left" if "layout" in name else "right", no_wrap=True)
+    for plan in ranking:
+        values: dict[str, Any] = plan.as_dict()
+        times = [values[name]["p50"] for name in ("ttft_ms", "tpot_ms")]
+        table.add_row(
+            f"{plan.devices}: {_layout(plan)}",
+            "yes" if plan.holds else "no",
+            words.count(values["output_tokens_per_s"]),
+            *(words.DASH if each is None else words.seconds(each / 1e3) for each in times),
+            words.price(values["cost"]["usd_per_million_output_tokens"]),
+        )
+    console.print()
+    console.print(table)
+
+
+def verify_serving(args: argparse.Namespace, run: Run) -> int:
+    """Give the run's load to an engine of random weights on this machine, or read what was measured over HTTP, and lay it beside
+    the plan. Exit code 1 where they differ."""
+    wrong = {
+        "--dry": args.dry, "--rehearse": args.rehearse, "--hold": args.hold, "--tune": args.tune, "--trace": args.trace,
+        "--rank": args.rank is not None,
+    }  # fmt: skip
+    problems = [Problem("is for runs that train", name, "command line") for name, given in wrong.items() if given]
+    if problems:
+        raise UserError(*problems)
+    if run.layout.auto:
+        raise UserError(Problem("a layout has to be given: a load is measured on one", "layout", "command line"))
+    if args.load:
+        return _show(args, verdict_of(run, read_load(args.load)))
+    if run.layout.world > 1:
+        reason = "the engine of one device is measured here; a server of more is by `shardwise load URL --plan RUN`"
+        raise UserError(Problem(reason, "layout"))
+    from shardwise.cli.machinery.terminal import progress_line
+    from shardwise.measure.serve_load import verify_load
+
+    with progress_line() as say:
+        verdict = verify_load(run, say)
+    return _show(args, verdict)
+
+
+def read_load(path: str) -> ServedLoad:
+    """A load that `shardwise load --json` measured."""
+    from shardwise.plan.serving.verdict import load_from_json
+
+    try:
+        return load_from_json(json.loads(Path(path).read_text("utf-8")), path)
+    except OSError as e:
+        raise UserError(Problem(f"cannot be read: {e.strerror}", "--load", path)) from None
+    except ValueError as e:
+        raise UserError(Problem(f"is not JSON: {e}", "--load", path)) from None
+
+
+def verdict_of(run: Run, measured: ServedLoad) -> LoadVerdict:
+    """The plan of a run over HTTP beside what a client measured."""
+    from shardwise.plan.serving.plan import plan_serving
+    from shardwise.plan.serving.verdict import LoadVerdict
+
+    return LoadVerdict(plan_serving(run), measured)
+
+
+def _show(args: argparse.Namespace, verdict: LoadVerdict) -> int:
+    if args.html:
+        from shardwise.report import html
+
+        table = html.comparison_table(verdict.differences, verdict.tolerance(args.time), SIDES)
+        write_file(args.html, html.page("Plan against load", [table, html.notes(verdict.notes())]).encode())
+    return print_verdict(verdict, args.json, args.time)
+
+
+def print_verdict(verdict: LoadVerdict, as_json: bool, time: float | None = None) -> int:
+    """Plan and measured load side by side. Exit code 1 where they differ."""
+    code = 0 if verdict.agrees(time) else 1
+    if as_json:
+        print(json.dumps(verdict.as_dict(time)))
+        return code
+    from shardwise.report import terminal
+
+    console = terminal.Console()
+    console.print(terminal.comparison_table(verdict.differences, verdict.tolerance(time), SIDES))
+    console.print()
+    console.print(terminal.notes(verdict.notes()))
+    return code

@@ -1,0 +1,57 @@
+"""`shardwise workbench`: a page where a run's keys are controls, and the plan follows."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from pathlib import Path
+
+from shardwise.cli.machinery.options import at_least, new_file, write_file
+
+HELP = """Open a page on this machine where model, cluster, layout, batch and objective are controls, and memory, timeline, traffic
+and cost follow at once. Without a run it begins with a 70B model. One line says its address, which lets in whoever has it, when it
+is ready. Ctrl-C ends it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb."""
+    parser.add_argument(
+        "run", nargs="?", help="the run to begin with, a TOML file; or a folder of runs, to watch and plan them"
+    )
+    parser.add_argument(
+        "--export", type=new_file, metavar="FILE", help="write a page of the plans around the run, to open from disk"
+    )
+    parser.add_argument(
+        "--port", type=at_least(0), default=0, help="port of this machine (default 0: any that is free)"
+    )
+    parser.add_argument("--no-open", action="store_true", help="only print the address, open no browser")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Serve the page until told to end, or write it."""
+    from shardwise.workbench.app import Workbench, make_app
+    from shardwise.workbench.changes import with_layout
+    from shardwise.workbench.question import base_of
+    from shardwise.workbench.server import serve_page
+
+    if args.run and not args.export and Path(args.run).is_dir():
+        from shardwise.workbench.watch import Watch
+
+        serve_page(make_app(None, Watch(Path(args.run))), "workbench", args.port, not args.no_open)
+        return 0
+    base = with_layout(base_of(args.run, args.overrides))
+    if args.export:
+        from shardwise.cli.machinery.terminal import progress_line
+        from shardwise.workbench.export import export_page
+
+        with progress_line() as say:
+            page = export_page(base, say)
+        write_file(args.export, page.encode())
+        print(f"wrote {args.export}")
+        return 0
+    bench = Workbench(base)
+    bench.answer({})  # the first takes longest: it reads curves and presets
+    gc.collect()
+    gc.freeze()  # what is here stays; looking through it again and again would hold up answers
+    serve_page(make_app(bench), "workbench", args.port, not args.no_open)
+    return 0

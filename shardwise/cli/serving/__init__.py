@@ -1,0 +1,1 @@
+"""Verbs that use weights: serve them, put load on a server, continue text, evaluate."""

@@ -1,0 +1,80 @@
+"""The ranks of a verb that an engine answers: started here where nobody else has started them, joined, and let go at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.run import Run
+
+if TYPE_CHECKING:
+    from shardwise.serve.engine import Engine
+    from shardwise.serve.replicas import Remake, Replicas
+
+STOPS = (signal.SIGTERM, signal.SIGINT)
+
+
+def rank_here() -> int | None:
+    """This process's rank; None when it was not started as one."""
+    from shardwise.train.processes.environment import rank_environment
+
+    environment = rank_environment(os.environ)
+    return None if environment is None or environment.world_size == 1 else environment.rank
+
+
+def start_ranks(run: Run, arguments: list[str]) -> int | None:
+    """Run `shardwise ARGUMENTS` as the ranks of the run's layout on this machine, and give its exit code; None where it needs no
+    other process, or they were started already."""
+    from shardwise.train.faults.ranks import start_fork_server
+    from shardwise.train.processes import launch
+    from shardwise.train.processes.environment import rank_environment
+
+    environment = rank_environment(os.environ)
+    launch.check_world(run, environment)
+    if environment is not None or run.layout.world == 1:
+        return None
+    start_fork_server()
+    logs = Path(tempfile.mkdtemp(prefix="shardwise-ranks-"))
+    code = launch.start_local(arguments, run.layout.world, logs, STOPS)
+    if code != 1:  # the message of a failure names the logs
+        shutil.rmtree(logs, ignore_errors=True)
+    return code
+
+
+@contextlib.contextmanager
+def engine_here(
+    folder: Path, run: Run, longest: int = 0, remake: Callable[[int], Remake] | None = None, warm: bool = False
+) -> Iterator[Engine | Replicas | None]:
+    """The engine of a checkpoint: on this device, or on all ranks of the layout, of which the first is given it, while the others
+    take part and are given None at the end. `remake` says how grammars over so many tokens are made."""
+    if run.layout.world == 1:
+        from shardwise.serve.engine import make_engine
+
+        engine = make_engine(folder, run, longest) if longest else make_engine(folder, run)
+        if warm:
+            engine.warm()
+        yield engine
+        return
+    import torch
+
+    from shardwise.serve.many import engine_of_ranks
+    from shardwise.train.processes import launch
+    from shardwise.train.processes.environment import rank_environment
+
+    environment = rank_environment(os.environ)
+    assert environment is not None
+    if environment.rank:  # the first says when it ends
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)
+    placement = launch.join(environment, run)
+    device, meet = torch.device(placement.device), launch.reachable(environment)
+    made = remake(run.model.vocab) if remake is not None else None
+    with engine_of_ranks(folder, run, device, meet, environment.local_world_size, longest, made, warm) as taking:
+        yield taking
+    launch.leave()

@@ -1,0 +1,103 @@
+"""Where the batches of a run come from. Mostly that is token sets, read ahead of the step that learns from them; an objective that
+makes its own answers has a source that makes them (`tune/`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from shardwise.data.batches import Batch, Samples
+from shardwise.data.open import Data, open_data
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.run import Run
+
+if TYPE_CHECKING:
+    from shardwise.train.step import TrainState
+
+Note = Callable[[int], None]
+"""Says that so much was done: whoever makes progress does not hang."""
+
+
+class Source(Protocol):
+    """What the loop asks of it, in this order; a resumed run makes a new one."""
+
+    tokenizer: Tokenizer
+    fingerprint: str
+
+    def describe(self) -> str:
+        """What there is to learn from, in a line."""
+
+    def attach(self, state: TrainState, log: Callable[[str], None], note: Note) -> None:
+        """Batches are for this train state from now on, whose weights are in place."""
+
+    def batches(self, last: int) -> Iterator[Batch]:
+        """This rank's batches of the steps still to come, to the last."""
+
+    def figures(self) -> dict[str, Any]:
+        """What is known of the batch that was given last."""
+
+    def evaluate(self) -> tuple[dict[str, Any], str]:
+        """What a validation set says, as records and in words."""
+
+    def before_saving(self) -> None:
+        """Put into the train state's `kept` what a resumed run could not make again."""
+
+
+class TokenSource:
+    """Batches of token sets."""
+
+    def __init__(self, run: Run) -> None:
+        self.data: Data = open_data(run)
+        self.tokenizer, self.fingerprint = self.data.tokenizer, self.data.fingerprint
+
+    def describe(self) -> str:
+        return f"data: {self.data.train.count:,} sequences an epoch, {self.data.validation.count:,} for validation"
+
+    def attach(self, state: TrainState, log: Callable[[str], None], note: Note) -> None:
+        self.state = state
+
+    def batches(self, last: int) -> Iterator[Batch]:
+        return batches(self.data.train, self.state, last)
+
+    def figures(self) -> dict[str, Any]:
+        return {}
+
+    def evaluate(self) -> tuple[dict[str, Any], str]:
+        samples = evenly_spaced(self.data.validation.count, self.state.run.train.eval_sequences)
+        loss = self.state.evaluate(self.data.validation.take, samples)
+        found: dict[str, Any] = {"eval_loss": loss}
+        if self.state.run.train.samples:
+            from shardwise.train.progress.samples import sample_texts
+
+            found["samples"] = sample_texts(self.state, self.data.validation, self.tokenizer)
+        return found, f"validation loss {loss:.4f}"
+
+    def before_saving(self) -> None:
+        pass
+
+
+def batches(samples: Samples, train_state: TrainState, last: int) -> Iterator[Batch]:
+    """This rank's batches of the steps still to come, each read in the background while the one before is computed."""
+    size = train_state.job.train.global_batch
+
+    def read(step: int) -> Batch:
+        number = train_state.history.batch_of(step)
+        return samples.take(train_state.samples(np.arange((number - 1) * size, number * size)))
+
+    first = train_state.step + 1
+    with ThreadPoolExecutor(1) as reader:
+        next_batch = reader.submit(read, first)
+        for step in range(first, last + 1):
+            batch = next_batch.result()
+            if step < last:
+                next_batch = reader.submit(read, step + 1)
+            yield batch
+
+
+def evenly_spaced(count: int, wanted: int) -> np.ndarray:
+    """The same samples each time, evenly spaced, so that a few represent the whole set."""
+    wanted = min(wanted, count)
+    return np.arange(wanted) * count // wanted

@@ -1,0 +1,259 @@
+"""AdamW (Loshchilov & Hutter 2019) and Muon (Jordan et al. 2024) over a rank's shards of the parameters, by the kind of each.
+
+Decay is decoupled and spares norms and biases. Muon orthogonalises the momentum of the matrices inside the blocks and
+leaves embeddings, head, norms and biases to AdamW. `torch.optim.Muon` is not used: it takes single matrices only, not
+stacked experts or shards, and always iterates in bfloat16, where here the dtype of the parameters decides.
+Optimizers work on this rank's shards as plain tensors: their arithmetic is elementwise, except for Muon, which gathers the
+matrix (traffic: every matrix once a step over the ranks that hold its shards). On a GPU `FusedAdamW` is one pass over float32
+parameters, gradients and moments, with the gradients' factor in it; `torch.optim.AdamW`, fused, is the same arithmetic elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.parallel.gradients import scale_gradients, squared_norm
+from shardwise.parallel.local_parameter import LocalParameter, gather_matrix, local, scatter_matrix
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.observer import Observers
+from shardwise.run import MemoryConfig, ModelConfig, TrainConfig
+from shardwise.run.derive import NEWTON_SCHULZ, NEWTON_SCHULZ_ITERATIONS
+from shardwise.run.parametrization import rate_factor
+from shardwise.run.sections.memory import ALL_ON_DEVICE
+from shardwise.train.optimizers.host_adamw import HostAdamW, master_of
+from shardwise.train.optimizers.onebit_adam import OneBitAdamW
+from shardwise.train.optimizers.schedule import learning_rate_factor
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """The nearest orthogonal matrix, roughly: all singular values brought near 1. Leading dimensions are a batch."""
+    a, b, c = NEWTON_SCHULZ
+    x = matrix.bfloat16() if matrix.is_cuda and matrix.dtype == torch.float32 else matrix
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    # The GEMMs accumulate into the sums, so that no memory traffic is for the additions alone.
+    add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    for _ in range(NEWTON_SCHULZ_ITERATIONS):
+        gram = x @ x.mT
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).to(matrix.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum, orthogonalised, with decoupled decay; for matrices, stacks of them, and shards of either."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, object]],
+        parameters: Sequence[tuple[Tensor, LocalParameter]],
+        mesh: Mesh,
+        train: TrainConfig,
+    ) -> None:
+        settings = dict(lr=train.muon_lr, momentum=train.muon_momentum, weight_decay=train.weight_decay)
+        super().__init__(groups, settings)
+        self.local = dict(parameters)
+        self.mesh = mesh
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "this optimizer does not evaluate the loss again"
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                buffer = state["momentum"].lerp_(p.grad, 1 - group["momentum"])
+                whole = gather_matrix(p.grad.lerp(buffer, group["momentum"]), self.local[p], self.mesh)
+                update = scatter_matrix(orthogonalize(whole), self.local[p], self.mesh)
+                # A tall matrix gets a larger step, so that its outputs move as much as a wide one's.
+                stretch = max(1.0, whole.shape[-2] / whole.shape[-1]) ** 0.5
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * stretch)
+
+
+class Optimizer:
+    """The optimizers of a run as one: step, learning rate by step, and state by parameter name."""
+
+    def __init__(
+        self,
+        parameters: Sequence[LocalParameter],
+        mesh: Mesh,
+        train: TrainConfig,
+        observers: Observers | None = None,
+        model: ModelConfig | None = None,
+        memory: MemoryConfig = ALL_ON_DEVICE,
+        microbatches: int = 1,
+    ) -> None:
+        self.train = train
+        self.mesh = mesh
+        self.observers = observers or Observers()
+        self.parameters = list(parameters)
+        # The local shards as plain tensors, in the memory of the parameters.
+        hosted = memory.hosts_optimizer
+        self.shards = [master_of(h) if hosted else local(h.parameter.detach()) for h in self.parameters]
+        pairs = [(p, h) for p, h in zip(self.shards, self.parameters, strict=True) if not h.entry.frozen]
+        muon = [(p, h) for p, h in pairs if train.optimizer == "muon" and h.entry.is_layer_matrix]
+        rest = [(p, h) for p, h in pairs if train.optimizer != "muon" or not h.entry.is_layer_matrix]
+        self.parts: list[torch.optim.Optimizer] = []
+        if rest:
+            groups = _groups(rest, train, model)
+            betas = (train.beta1, train.beta2)
+            if hosted:
+                self.parts.append(
+                    HostAdamW(
+                        groups,
+                        train.lr,
+                        betas,
+                        train.eps,
+                        dict(rest),
+                        microbatches,
+                        memory.host_threads,
+                        memory.folder if memory.on_disk else "",
+                    )
+                )
+            elif mesh.layout.compress == "onebit" or mesh.layout.compress_frozen:
+                self.parts.append(OneBitAdamW(groups, train.lr, betas, train.eps, mesh.layout.compress_warmup))
+            elif fits_fused_adamw([p for p, _ in rest]):
+                self.parts.append(FusedAdamW(groups, train.lr, betas, train.eps, dict(rest)))
+            else:
+                self.parts.append(torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True))
+        if muon:
+            self.parts.append(Muon(_groups(muon, train, model), muon, mesh, train))
+        self.in_one_pass = {p for part in self.parts if isinstance(part, FusedAdamW | HostAdamW) for p in part.local}
+        self.host = next((part for part in self.parts if isinstance(part, HostAdamW)), None)
+        self.peaks = [part.defaults["lr"] for part in self.parts]
+
+    def learning_rate(self, step: int) -> float:
+        """AdamW's learning rate in a step, the one that metrics show."""
+        return self.train.lr * learning_rate_factor(self.train, step)
+
+    @torch.no_grad()
+    def step(self, step: int, factor: Tensor | None = None) -> None:
+        """Update the parameters from their gradients, times `factor` if there is one; `step` counts from 1."""
+        share = learning_rate_factor(self.train, step)
+        for p, h in zip(self.shards, self.parameters, strict=True):
+            if p not in self.in_one_pass and not h.entry.frozen:
+                p.grad = None if h.grad is None else h.grad.to(p.dtype)
+        for part, peak in zip(self.parts, self.peaks, strict=True):
+            for group in part.param_groups:
+                group["lr"] = peak * share * group["rate"]
+            if isinstance(part, FusedAdamW):
+                part.factor = torch.ones((), device=self.shards[0].device) if factor is None else factor.float()
+            elif isinstance(part, HostAdamW):
+                part.factor = torch.ones(()) if factor is None else factor.to(self.shards[0].dtype)
+            elif factor is not None:
+                with self.observers.phase("clip"):
+                    scale_gradients([p.grad for group in part.param_groups for p in group["params"]], factor)
+            part.step()
+        for p, h in zip(self.shards, self.parameters, strict=True):
+            if h.compute_copy is not None and p not in self.in_one_pass:
+                h.compute_copy.copy()
+
+    def squared_norm(self, device: torch.device) -> Tensor:
+        """This rank's share of the squared norm of all gradients, wherever they are."""
+        return squared_norm(self.parameters, self.mesh, device, None if self.host is None else self.host.norms())
+
+    def finish(self) -> None:
+        """Wait until the host has updated everything, where it does."""
+        if self.host is not None:
+            self.host.finish()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        if self.host is not None:
+            self.host.drop()
+        for p, h in zip(self.shards, self.parameters, strict=True):
+            p.grad = h.leaf.grad = None
+
+    def state_of(self, index: int) -> dict[str, Tensor]:
+        """This rank's shard of the state of `parameters[index]`."""
+        self.finish()
+        p = self.shards[index]
+        return next((dict(part.state[p]) for part in self.parts if p in part.state), {})
+
+    def momentum_of(self, index: int) -> Tensor:
+        """AdamW's first moment of `parameters[index]`, which is zero before the first step."""
+        state = self.state_of(index)
+        return state["exp_avg"] if state else torch.zeros_like(self.shards[index])
+
+    def set_state(self, index: int, values: dict[str, Tensor]) -> None:
+        """Set this rank's shard of the state of `parameters[index]`."""
+        p = self.shards[index]
+        for part in self.parts:
+            if any(p is q for group in part.param_groups for q in group["params"]):
+                # AdamW counts steps in a scalar: PyTorch's on the parameter's device because it is fused, ours on the host.
+                host = isinstance(part, FusedAdamW)
+                if isinstance(part, HostAdamW):
+                    whole = {key: part.moment(p).copy_(value) for key, value in values.items() if value.ndim}
+                    part.state[p] = {key: whole.get(key, value.cpu()) for key, value in values.items()}
+                    continue
+                part.state[p] = {
+                    key: value.to("cpu" if host and key == "step" else p.device) for key, value in values.items()
+                }
+
+
+def _groups(
+    pairs: Sequence[tuple[Tensor, LocalParameter]], train: TrainConfig, model: ModelConfig | None
+) -> list[dict[str, object]]:
+    """Parameters with the same decay and the same factor of the learning rate, in the order in which they are first met; matrices
+    before vectors, which are not decayed."""
+    found: dict[tuple[bool, float], list[Tensor]] = {}
+
+    def decays(h: LocalParameter) -> bool:
+        return len(h.whole) > 1 and h.entry.init != "magnitude"  # of stacked experts a vector each
+
+    for p, h in sorted(pairs, key=lambda pair: not decays(pair[1])):
+        rate = rate_factor(h.entry, model, train) if model is not None else 1.0
+        found.setdefault((decays(h), rate), []).append(p)
+    return [
+        dict(params=shards, weight_decay=train.weight_decay / rate if decay else 0.0, rate=rate)
+        for (decay, rate), shards in found.items()
+    ]
+
+
+def fits_fused_adamw(parameters: list[Tensor]) -> bool:
+    """Whether these parameters can be updated by the kernel."""
+    return all(p.is_cuda and p.dtype == torch.float32 and p.is_contiguous() for p in parameters)
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """AdamW that multiplies all gradients by `factor` in the same kernel; it is set before each step."""
+
+    factor: Tensor
+
+    def __init__(
+        self,
+        groups: list[dict[str, object]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        local: Mapping[Tensor, LocalParameter],
+    ) -> None:
+        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+        self.local = local
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        from shardwise.model.kernels.adamw import adamw
+
+        assert closure is None, "this optimizer does not evaluate the loss again"
+        for group in self.param_groups:
+            for p in group["params"]:
+                local = self.local[p]
+                if local.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["step"] += 1
+                adamw(
+                    p, local.grad.contiguous(), (state["exp_avg"], state["exp_avg_sq"]), self.factor, int(state["step"]),
+                    group["lr"], group["betas"], group["eps"], group["weight_decay"],
+                    None if local.compute_copy is None else local.compute_copy.tensor.detach(),
+                )  # fmt: skip

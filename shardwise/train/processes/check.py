@@ -1,0 +1,48 @@
+"""What is wrong with a run's data, weights or folder, found before any rank starts. The command that starts ranks imports no more
+than this: what trains takes seconds to import, and the fork server imports it meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from shardwise.checkpoint.folder import checkpoint_folder, complete
+from shardwise.checkpoint.job import check_folder
+from shardwise.run import ModelConfig, Run
+from shardwise.run.sections.objective import FACTS
+from shardwise.run.teacher import teacher_model
+from shardwise.train.batches.source import Source, TokenSource
+
+OpenSource = Callable[[Run], Source]
+"""Opens what the batches of a run come from."""
+
+
+def check(run: Run, out: Path, open_source: OpenSource = TokenSource) -> None:
+    """Raise what is wrong with a run's data or with its folder before any rank starts. A machine that comes later than others
+    finds the folder in use, by the run that it joins."""
+    open_source(run)
+    _check_weights(run, out)
+    _check_reference(run)
+    if run.cluster.nodes == 1:
+        check_folder(run, out)
+
+
+def _check_weights(run: Run, out: Path) -> None:
+    """Of the weights that a run starts from. A run with checkpoints resumes from those, and does not need the weights any more,
+    unless it trains adapters alone."""
+    if run.train.weights and (run.adapter.used or not complete(out)):
+        _open(run.train.weights, run.model)
+
+
+def _check_reference(run: Run) -> None:
+    """Of the folder of a reference or a teacher."""
+    teaches = FACTS[run.objective.kind].teacher
+    named = run.objective.teacher if teaches else run.objective.reference
+    if named and not run.objective.stored:
+        _open(named, teacher_model(run) if teaches else run.model)
+
+
+def _open(named: str, model: ModelConfig) -> None:
+    from shardwise.checkpoint.weights import open_weights
+
+    open_weights(checkpoint_folder(named), model)
