@@ -2,11 +2,11 @@
 must compute what one process computes, to 1e-9 in float64, and do what its plan says, to the last operation, message and byte.
 
     python tests/chaos/equalities.py [--what objectives adapters grpo resumes] [--count N] [--draws 40] [--seed 1] [--at-once 2]
-                                     [--seconds S] [--only CASE …]
+                                     [--seconds S] [--out FILE] [--only CASE …]
 
 `grpo` runs whole rounds of answers, rewards and steps with every variant and adapter; `resumes` stops each objective and adapter
 on a drawn layout and takes it up again: on the same layout bit for bit, on another as one process. Only what is wrong is printed,
-with the command that repeats it.
+with the command that repeats it. `--out` records each case (`recorded.py`), and one that the file has is not compared again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ sys.path[:0] = [
 import cases  # noqa: E402
 import layouts  # noqa: E402
 from parallel_pool import RankPool  # noqa: E402
+from recorded import Recorded  # noqa: E402
 
 from shardwise.run import Run, UserError  # noqa: E402
 
@@ -273,20 +274,32 @@ def compare(seed: int, what: str, subject: str, number: int) -> str:
     return ""
 
 
-def campaign(seed: int, chosen: list[tuple[str, str, int]], at_once: int, seconds: float) -> Counter[str]:
-    """Compare, so many at a time, until the time is over; counts of what came of them."""
-    met, end = Counter[str](), time.monotonic() + seconds
+def outcome(said: str) -> str:
+    """What came of a case."""
+    return "refused" if said.startswith("-") else "failed" if said else "passed"
+
+
+def campaign(
+    seed: int, chosen: list[tuple[str, str, int]], at_once: int, seconds: float, out: Path | None = None
+) -> Counter[str]:
+    """Compare, so many at a time, until the time is over; counts of what came of them, with what `out` had before."""
+    done = Recorded(out, seed)
+    met = Counter(f"{case[0]} {outcome(done.said[case])}" for case in chosen if case in done.said)
+    todo, end = [case for case in chosen if case not in done.said], time.monotonic() + seconds
     with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
-        waiting = {pool.submit(compare, seed, *case): case[0] for case in chosen}
-        for each in as_completed(waiting):
-            said = each.result()
-            met[f"{waiting[each]} {'refused' if said.startswith('-') else 'failed' if said else 'passed'}"] += 1
-            if said:
-                print(said, flush=True)
-            if time.monotonic() > end:
-                pool.shutdown(wait=False, cancel_futures=True)
-                met["not compared"] = len(chosen) - met.total()
-                break
+        running: dict[Future[str], tuple[str, str, int]] = {}
+        while running or (todo and time.monotonic() < end):
+            while todo and len(running) < at_once and time.monotonic() < end:
+                case = todo.pop(0)
+                running[pool.submit(compare, seed, *case)] = case
+            for each in wait(running, return_when=FIRST_COMPLETED).done:
+                case, said = running.pop(each), each.result()
+                done.add(case, said)
+                met[f"{case[0]} {outcome(said)}"] += 1
+                if said:
+                    print(said, flush=True)
+    if todo:
+        met["not compared"] = len(todo)
     return met
 
 
@@ -299,13 +312,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing more after so long")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="record every case there; skip what it has")
     parser.add_argument("--only", nargs="+", metavar="CASE", help="what/subject/number, to repeat what was said")
     args = parser.parse_args()
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # of what PyTorch will change
     chosen = every_case(tuple(args.what), args.seed, args.draws)[: args.count]
     if args.only is not None:
         chosen = [(what, subject, int(number)) for what, subject, number in (one.split("/") for one in args.only)]
-    met = campaign(args.seed, chosen, args.at_once, args.seconds)
+    met = campaign(args.seed, chosen, args.at_once, args.seconds, args.out)
     for name, count in sorted(met.items()):
         print(f"{name}: {count}")
     return 1 if any(name.endswith("failed") for name in met) else 0
