@@ -6,6 +6,11 @@ its logits are gathered, rows x vocabulary elements, for every rank to pick the 
 stand where `run/served.py` says. Each rank routes all tokens, computes what it has of their experts, and one all-reduce adds up
 those and the shared experts. Stages send the residual stream on, tokens x hidden elements of each step.
 
+A ring adds up the elements of a message in an order that depends on where they stand in it, so a token's sum depends on the batch.
+Where that must not be (`serve.invariant`), each tensor rank gathers what the others have made and adds it up in the order of the
+ranks: t - 1 times tokens x hidden elements in the place of less than two. Whole experts are exact: what one rank has made of a
+choice is all-reduced with the zeros of the others, k times as many elements, and weighed afterwards as on one device.
+
 A rank's kv heads are its own pages, so keys and values fall by t, down to one head. The modules' shapes are those of the weights a
 rank holds, so all else is the model's own code.
 """
@@ -20,9 +25,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.model.invariant.network import in_order
 from shardwise.model.layers import FeedForward, Linear
 from shardwise.model.moe.layer import MoE
-from shardwise.model.moe.ops import combine_weighted, dispatch, has_fused_kernels, sort_by_expert
+from shardwise.model.moe.ops import combine, combine_weighted, dispatch, has_fused_kernels, sort_by_expert
 from shardwise.model.transformer import Block, Transformer, make_stage
 from shardwise.parallel.p2p import irecv, isend
 from shardwise.run import LayoutConfig, ModelConfig
@@ -39,8 +45,9 @@ AddUp = Callable[[Tensor], Tensor]
 class Peers:
     """The other ranks of a replica, as a forward pass on this one needs them."""
 
-    def __init__(self, layout: LayoutConfig) -> None:
-        """Every rank of the world makes one, at the same time."""
+    def __init__(self, layout: LayoutConfig, invariant: bool = False) -> None:
+        """Every rank of the world makes one, at the same time. `invariant`: add up in one order, whatever else is added up."""
+        self.invariant = invariant
         self.place = place = ServingRank(layout, dist.get_rank())
         self.stage = _group(place.stage_ranks, "stage")
         alone = place.tensor_ranks == place.stage_ranks
@@ -60,8 +67,13 @@ class Peers:
 
     def add_up(self, x: Tensor) -> Tensor:
         """The sum over the tensor ranks."""
-        if self.tensor is not None and x.numel():
-            dist.all_reduce(x, group=self.tensor)
+        if self.tensor is None or not x.numel():
+            return x
+        if self.invariant:
+            found = x.new_empty(self.place.layout.tensor * len(x), *x.shape[1:])
+            dist.all_gather_into_tensor(found, x.contiguous(), group=self.tensor)
+            return x.copy_(in_order(list(found.split(len(x)))))
+        dist.all_reduce(x, group=self.tensor)
         return x
 
     def add_up_experts(self, x: Tensor) -> Tensor:
@@ -151,20 +163,48 @@ class ExpertShareMoE(MoE):
             out = out + self.shared(x)
         return self.add_up(out), auxiliary
 
+    def local_choices(self, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Choices by the number that an expert has here; those of other ranks as the one after the last."""
+        experts, local = self.experts.gate.shape[0], chosen - self.start
+        return torch.where((local >= 0) & (local < experts) & (weights != 0), local, experts)
+
     def forward_routed(self, x: Tensor, weights: Tensor, chosen: Tensor, keys: Tensor | None = None) -> Tensor:
         """Each token [tokens, hidden] through those of its experts that are here, added up by weight."""
-        experts, local = self.experts.gate.shape[0], chosen - self.start
-        here = (local >= 0) & (local < experts) & (weights != 0)
-        local = torch.where(here, local, experts)
+        if has_fused_kernels(x):
+            places, counts = sort_by_expert(self.local_choices(weights, chosen), self.experts.gate.shape[0])
+            return combine_weighted(self.experts(dispatch(x, places, chosen.numel()), counts), places, weights)
+        return (self.choices_made(x, weights, chosen) * weights[..., None].to(x.dtype)).sum(dim=1)
+
+    def choices_made(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """What the experts that are here make of each choice, [tokens, k, hidden]; 0 of those that are elsewhere."""
+        experts, local = self.experts.gate.shape[0], self.local_choices(weights, chosen)
         if has_fused_kernels(x):
             places, counts = sort_by_expert(local, experts)
-            return combine_weighted(self.experts(dispatch(x, places, chosen.numel()), counts), places, weights)
+            done = self.experts(dispatch(x, places, chosen.numel()), counts)
+            return combine(done, places.view(-1, 1)).view(*chosen.shape, -1)
         counts = torch.zeros(experts + 1, dtype=torch.int64, device=x.device)
         counts = counts.scatter_add_(0, local.flatten(), torch.ones_like(local.flatten()))[:experts]
         order = local.flatten().argsort(stable=True)[: int(counts.sum())]
         done = self.experts(x.index_select(0, order // chosen.shape[1]), counts)
-        made = x.new_zeros(chosen.numel(), x.shape[1]).index_copy_(0, order, done).view(*chosen.shape, -1)
-        return (made * weights[..., None].to(x.dtype)).sum(dim=1)
+        return x.new_zeros(chosen.numel(), x.shape[1]).index_copy_(0, order, done).view(*chosen.shape, -1)
+
+
+class InvariantExpertShareMoE(ExpertShareMoE):
+    """The same with the bits of one device: ranks exchange the results of single choices, which nobody else adds to. Experts are
+    whole, and every rank computes the shared ones, or its columns of them."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen, auxiliary = self.router(x)
+        out = self.forward_routed(x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1)).view_as(x)
+        return (out if self.shared is None else out + self.shared(x)), auxiliary
+
+    def forward_routed(self, x: Tensor, weights: Tensor, chosen: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Each token [tokens, hidden] through its experts, wherever they are, added up by weight in the order of its choices."""
+        made = self.add_up(self.choices_made(x, weights, chosen))
+        if has_fused_kernels(x):
+            places = torch.arange(chosen.numel(), dtype=torch.int32, device=x.device).view_as(chosen)
+            return combine_weighted(made.flatten(0, 1), places, weights)
+        return self.combine(made, weights)
 
 
 def build_share(
@@ -219,4 +259,7 @@ def _put_on(model: Transformer, peers: Peers) -> None:
             block.ffn.down = AllReduceLinear.from_linear(block.ffn.down, peers.add_up)
         elif isinstance(block.ffn, MoE) and peers.stage is not None:
             start = place.expert_bounds(config.experts)[0]
-            block.ffn = ExpertShareMoE(block.ffn, start, place.is_first_of_data, peers.add_up_experts)
+            kind = InvariantExpertShareMoE if peers.invariant else ExpertShareMoE
+            if peers.invariant and block.ffn.shared is not None and peers.tensor is not None:
+                block.ffn.shared.down = AllReduceLinear.from_linear(block.ffn.shared.down, peers.add_up)
+            block.ffn = kind(block.ffn, start, place.is_first_of_data, peers.add_up_experts)

@@ -41,7 +41,7 @@ def engine_of_ranks(
     """An engine for a checkpoint folder on the first rank, while the block runs; None on the others, when the first has left it.
     Called on all ranks, which met at an address, `here` of them on this machine. `remake` makes the grammars of requests."""
     check_served(run)
-    peers = Peers(run.layout)
+    peers = Peers(run.layout, run.serve.invariant)
     dtype, exact = getattr(torch, run.train.dtype), exactly_read(run, device)
     model = load_share(folder, dtype, device, served_layers(run), peers, exact)
     # Only over gloo do ranks share a GPU; those of a machine share its memory.

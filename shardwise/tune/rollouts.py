@@ -88,6 +88,12 @@ class Rollouts:
         self.weights.follow(runner.model)
         self.engine = Engine(runner, run.serve, pages, seed=run.train.seed)
 
+    @property
+    def beside_training(self) -> bool:
+        """Whether it may draw while the same rank trains: where its ranks meet over gloo, or there is only one."""
+        peers = self.weights.peers
+        return peers is None or not peers.recordable
+
     def update(self) -> None:
         """Take the trainer's values; what was computed with those before is forgotten. Every rank calls it."""
         self.weights.update()

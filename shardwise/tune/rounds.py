@@ -3,6 +3,8 @@ there is nothing to learn replaced by others.
 
 A round may be begun ahead of time: its first answers are then drawn in a thread, with weights that the engine holds for itself,
 while the round before is learned from. It is finished where it is wanted, in the main thread: judging, exchanging and replacing.
+Engines that are cut over GPUs draw them before that instead: kernels of NCCL wait for their peers on the device, and two threads
+launch theirs in another order on each rank, so that those of training and those of the engine could wait for each other forever.
 """
 
 from __future__ import annotations
@@ -51,18 +53,23 @@ class Rounds:
         self.rollouts = Rollouts(state, self.ends, owns=asked.asynchronous)
         self.filters = filters(self.run)
         self.size = prompts_of_round(self.run)
-        self.thread = ThreadPoolExecutor(1, "rollouts") if asked.asynchronous else None
+        self.thread = (
+            ThreadPoolExecutor(1, "rollouts") if asked.asynchronous and self.rollouts.beside_training else None
+        )
 
     def begin(self, number: int) -> RoundInFlight:
-        """Draw the first answers of a round in a thread, with the weights of this moment."""
-        assert self.thread is not None
+        """Draw the first answers of a round, in a thread where that may be, with the weights of this moment."""
         self.rollouts.update()
         first = self.state.history.prompts
         prompts = self._mine(self.prompts.take(np.arange(first, first + self.size)))
         places = self._mine(list(range(self.size)))
         group = self.run.objective.group
         draw = self.rollouts.in_background(prompts, places, number, sampling_of(self.run), group)
-        return RoundInFlight(number, self.thread.submit(draw))
+        if self.thread is not None:
+            return RoundInFlight(number, self.thread.submit(draw))
+        drawn = Future[Drawn]()
+        drawn.set_result(draw())
+        return RoundInFlight(number, drawn)
 
     def make(self, number: int, begun: RoundInFlight | None = None) -> tuple[Answers, dict[str, Any]]:
         """Draw and judge the answers of a round, or finish one; and figures of it. Every rank calls it."""

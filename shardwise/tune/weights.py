@@ -49,7 +49,7 @@ class RolloutWeights:
         self.dtype = state.dtype
         self.relaying = Relaying(run, state.mesh.rank)
         layout = self.relaying.layout
-        self.peers = Peers(layout) if layout.world > layout.replicate else None
+        self.peers = Peers(layout, run.serve.invariant) if layout.world > layout.replicate else None
         """The other ranks of this engine, where there are any."""
         self.shares = is_whole(run) and not owns
         self.copied: dict[str, Tensor] = {}

@@ -100,8 +100,8 @@ def test_every_rank_gets_what_its_engine_holds(seed: int) -> None:
         (DENSE, dict(tensor=2, pipeline=2, context=2), {}, (2, 2, 2, 1)),
         (EXPERTS, dict(shard=4, expert=2), {}, (2, 1, 1, 2)),
         (EXPERTS | dict(expert_ffn=63, shared_experts=0), dict(tensor=2), {}, (1, 2, 1, 2)),
-        (DENSE, dict(pipeline=4, shard=1), dict(objective=dict(asynchronous=True)), (4, 1, 1, 1)),
-        (DENSE, dict(tensor=2), dict(serve=dict(invariant=True)), (2, 1, 1, 1)),
+        (DENSE, dict(pipeline=4, shard=1), dict(objective=dict(asynchronous=True)), (1, 1, 4, 1)),
+        (EXPERTS, dict(tensor=2, shard=2, expert=2), dict(serve=dict(invariant=True)), (1, 2, 1, 4)),
     ],
     ids=["tensor", "pipeline", "experts", "whole experts", "asynchronous", "invariant"],
 )

@@ -10,6 +10,7 @@ from drawn_schedules import check_answers, drawn_settings
 from engines import LONGEST, draft_runner, model_of
 
 from shardwise.hardware import CHIPS
+from shardwise.model.invariant.network import make_invariant
 from shardwise.parallel.inference import Peers, build_share
 from shardwise.plan.serving.pool import served_layers, stage_memory, weight_bytes
 from shardwise.run import LayoutConfig, Run
@@ -31,6 +32,8 @@ def share_of(
 
     run = Run(model=whole.config, layout=layout, serve=settings)
     model = build_share(whole.config, dtype, served_layers(run), peers, torch.device(device), read)
+    if peers.invariant:
+        make_invariant(model)
     sequences = min(settings.max_sequences, settings.max_step_tokens)
     return Runner(model, pages, settings.page_tokens, sequences, LONGEST, dtype, peers, settings.draft_tokens)
 

@@ -5,22 +5,29 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engines import FAMILIES, LONGEST, VOCAB, answers, model_of, tokens_of
+from many_ranks import share_of
+from parallel_pool import RankPool
 from torch import Tensor
 
 from shardwise.checkpoint.weights import load_model
 from shardwise.cli.main import main
 from shardwise.model import Transformer
 from shardwise.model.invariant.network import make_invariant, token_logprobs
-from shardwise.run import UserError, read_served, run_from_dict
+from shardwise.parallel.inference import Peers
+from shardwise.run import LayoutConfig, Run, UserError, read_served, run_from_dict
 from shardwise.run.sections.serve import ServeConfig
 from shardwise.serve.engine import Engine, make_engine
+from shardwise.serve.many import taking_part
+from shardwise.serve.replicas import Replicas
 from shardwise.serve.request import Logprob, Output, Request, Sampling
 from shardwise.serve.runner import Runner
 from shardwise.train.loop import train
@@ -38,17 +45,32 @@ def invariant_model(family: str, dtype: torch.dtype) -> Transformer:
     return model
 
 
-def answers_of(draw: random.Random, family: str, dtype: torch.dtype) -> dict[int, tuple[list[int], list[Logprob]]]:
-    """What a drawn engine answers to some of the prompts, which come at drawn moments beside others."""
+Answered = dict[int, tuple[list[int], list[Logprob]]]
+"""The tokens and logprobs of answers, by the number of the prompt."""
+
+
+def drawn_settings(draw: random.Random) -> tuple[ServeConfig, int]:
+    """Of an engine, and its pages."""
     page, sequences = draw.choice([1, 4, 16, 64]), draw.choice([1, 2, 3, 8])
     settings = ServeConfig(
         max_sequences=sequences, max_step_tokens=max(sequences, draw.choice([1, 3, 7, 16, 64])), page_tokens=page,
         prefix_cache=draw.random() < 0.7, preemption=draw.choice(["recompute", "swap"]),
     )  # fmt: skip
     fewest = -(-LONGEST // page) + 2
-    pages = draw.randint(fewest, 2 * fewest)
+    return settings, draw.randint(fewest, 2 * fewest)
+
+
+def answers_of(draw: random.Random, family: str, dtype: torch.dtype) -> Answered:
+    """What a drawn engine answers."""
+    settings, pages = drawn_settings(draw)
+    sequences, page = settings.max_sequences, settings.page_tokens
     runner = Runner(invariant_model(family, dtype), pages, page, sequences, LONGEST, dtype)
     engine = Engine(runner, settings, pages, ahead=draw.random() < 0.5, host_pages=draw.choice([0, 100]))
+    return asked(draw, engine)
+
+
+def asked(draw: random.Random, engine: Engine | Replicas) -> Answered:
+    """What an engine answers to some of the prompts, which come at drawn moments beside others."""
     coming: list[Request] = []
     for n, prompt in enumerate(PROMPTS):
         if draw.random() < 0.7:
@@ -70,6 +92,23 @@ def answers_of(draw: random.Random, family: str, dtype: torch.dtype) -> dict[int
     }
 
 
+def answers_on_ranks(
+    rank: int, axes: dict[str, int], family: str, dtype: torch.dtype, seeds: list[str]
+) -> list[Answered]:
+    """The same of engines on ranks, one for each seed; nothing where a rank does not lead."""
+    layout, found = LayoutConfig(**axes), []
+    peers = Peers(layout, invariant=True)
+    for seed in seeds:
+        draw = random.Random(seed)
+        settings, pages = drawn_settings(draw)
+        settings = replace(settings, invariant=True)
+        runner = share_of(family, layout, settings, pages, peers, dtype, "cpu")
+        run = Run(model=runner.model.config, layout=layout, serve=settings)
+        with taking_part(runner, run, pages, draw.choice([0, 100]), "127.0.0.1") as engine:
+            found += [asked(draw, engine)] if engine is not None else []
+    return found
+
+
 @torch.inference_mode()
 def trained_logprobs(family: str, dtype: torch.dtype, texts: list[tuple[int, ...]], alone: bool) -> list[Tensor]:
     """The logprob of each further token of texts by the forward pass of training: each in a row, or packed one after the other."""
@@ -85,7 +124,7 @@ def trained_logprobs(family: str, dtype: torch.dtype, texts: list[tuple[int, ...
 
 
 def check(seed: str, family: str, dtype: torch.dtype, schedules: int) -> None:
-    answered: dict[int, tuple[list[int], list[Logprob]]] = {}
+    answered: Answered = {}
     for number in range(10 * schedules):
         if number >= schedules and len(answered) >= 3:  # which prompts are asked for is drawn too
             break
@@ -163,8 +202,45 @@ def test_what_can_not_be_had_is_refused(
         make_engine(tmp_path, run)
 
 
-def test_ranks_that_add_up_parts_of_a_sum_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("axes", "family"),
+    [
+        (dict(tensor=4), "llama"),
+        (dict(tensor=2, pipeline=2), "gpt"),
+        (dict(tensor=2, shard=2, expert=4), "deepseek"),
+        (dict(pipeline=2), "qwen"),
+        (dict(shard=2, expert=2), "mixtral"),
+        (dict(shard=2, expert=2, pipeline=2), "deepseek"),
+    ],
+    ids=lambda case: case if isinstance(case, str) else " ".join(f"{axis}={size}" for axis, size in case.items()),
+)
+@pytest.mark.drawn(2)
+def test_ranks_give_the_same_bits_whatever_the_schedule(
+    ranks: RankPool, axes: dict[str, int], family: str, request: pytest.FixtureRequest
+) -> None:
+    """Those of one device, where no tensor ranks add up parts of a sum; else the same tokens, and logprobs to rounding."""
+    seeds = [f"{request.config.getoption('--seed')} {family} {n}" for n in range(3)]
+    world = math.prod(size for axis, size in axes.items() if axis != "expert")
+    found = [each for part in ranks.run(world, answers_on_ranks, axes, family, torch.float64, seeds) for each in part]
+    alone = [answers_of(random.Random(seed), family, torch.float64) for seed in seeds]
+    answered: Answered = {}
+    for each in found:
+        for n, answer in each.items():
+            assert answered.setdefault(n, answer) == answer
+    one_device = {n: answer for each in alone for n, answer in each.items()}
+    common = answered.keys() & one_device.keys()
+    assert len(common) >= 2
+    for n in common:
+        (tokens, logprobs), (expected, known) = answered[n], one_device[n]
+        assert tokens == expected
+        assert [p.logprob for p in logprobs] == pytest.approx([p.logprob for p in known], rel=1e-9)
+        assert "tensor" in axes or logprobs == known
+
+
+def test_columns_of_experts_on_several_ranks_are_refused() -> None:
     words = ["model.heads=4", "model.hidden=32", "serve.invariant=true"]
-    with pytest.raises(UserError, match="2 ranks add up parts"):
-        read_served(None, [*words, "layout.tensor=2"])
-    assert read_served(None, [*words, "layout.pipeline=2", "layout.replicate=2"]).serve.invariant
+    assert read_served(None, [*words, "layout.tensor=2", "layout.pipeline=2"]).serve.invariant
+    words += ["model.experts=4", "model.experts_per_token=2", "layout.tensor=2"]
+    with pytest.raises(UserError, match=r"serve\.invariant takes whole ones; layout\.expert = 2"):
+        read_served(None, words)
+    assert read_served(None, [*words, "layout.expert=2"]).serve.invariant

@@ -78,12 +78,17 @@ def steps(out: Path) -> list[dict[str, float]]:
     return [{k: line[k] for k in SAME if k in line} for line in lines if "loss" in line]
 
 
+def name_of(layout: dict[str, Any]) -> str:
+    """The folder of a run on a layout."""
+    return "-".join(f"{k}{v}" for k, v in layout.items())
+
+
 def assert_learns_as_one_process(ranks: RankPool, run: Any, layout: dict[str, Any], folder: Path) -> None:
     """A run on a layout is that of one process."""
     alone, spread = run({}), run(layout)
     if not (folder / "alone").exists():
         train_rank(0, alone, folder / "alone")
-    out = folder / "-".join(f"{k}{v}" for k, v in layout.items())
+    out = folder / name_of(layout)
     ranks.run(spread.layout.world, train_rank, spread, out)
     expected, found = steps(folder / "alone"), steps(out)
     assert len(expected) == len(found) > 1

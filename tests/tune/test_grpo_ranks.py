@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grpo_runs import assert_learns_as_one_process, grpo_run, steps
+from grpo_runs import assert_learns_as_one_process, grpo_run, name_of, steps
 from parallel_pool import RankPool
 
+from shardwise.plan.serving.relaid import rollout_layout
 from shardwise.plan.serving.rollouts import own_weight_bytes
 from shardwise.run import Run
 from shardwise.train.loop import train
@@ -62,6 +63,50 @@ def test_engines_cut_otherwise_than_the_trainer_answer_the_same(
     found(
         ranks, lambda lay: grpo_run(task, layout=lay, model=model, train=dict(steps=2, microbatch=1)), layout, tmp_path
     )
+
+
+CUT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tensor": (dict(tensor=2), MODEL),
+    "four tensor": (dict(tensor=4), MODEL),
+    "pipeline": (dict(pipeline=2), MODEL),
+    "expert": (dict(shard=2, expert=2), EXPERTS),
+    "tensor and expert": (dict(tensor=2, shard=2, expert=2), EXPERTS),
+    "tensor and pipeline": (dict(tensor=2, pipeline=2), EXPERTS),
+}
+"""Layouts whose engines are cut over ranks."""
+
+
+@pytest.mark.parametrize("cut", CUT)
+@pytest.mark.drawn(2)
+def test_a_round_made_beside_training_by_engines_on_several_ranks(
+    ranks: RankPool, task: Path, tmp_path: Path, cut: str
+) -> None:
+    """Two threads of each rank talk to those of others at a time: one trains, the other draws with the weights of before."""
+    layout, model = CUT[cut]
+    objective = dict(asynchronous=True, variant="dapo", filter_rounds=2)
+
+    def run(layout: dict[str, Any]) -> Run:
+        return grpo_run(task, layout=layout, model=model, train=dict(steps=4, microbatch=1), objective=objective)
+
+    assert rollout_layout(run(layout)).replicate == 1
+    assert_learns_as_one_process(ranks, run, layout, tmp_path)
+
+
+@pytest.mark.parametrize("cut", CUT)
+@pytest.mark.drawn(2)
+def test_invariant_engines_on_several_ranks(ranks: RankPool, task: Path, tmp_path: Path, cut: str) -> None:
+    """As one process; and where nothing is added up over ranks, its logprobs are the bits of the trainer's."""
+    layout, model = CUT[cut]
+    exact = "tensor" not in layout
+
+    def run(layout: dict[str, Any]) -> Run:
+        train_keys = dict(steps=3, microbatch=1, invariant=exact)
+        return grpo_run(task, layout=layout, model=model, train=train_keys, serve=dict(invariant=True))
+
+    assert rollout_layout(run(layout)).replicate == 1
+    assert_learns_as_one_process(ranks, run, layout, tmp_path)
+    if exact:
+        assert [step["mismatch"] for step in steps(tmp_path / name_of(layout))] == [0, 0, 0]
 
 
 def test_a_reference_is_the_same_on_shards(ranks: RankPool, task: Path, tmp_path: Path) -> None:

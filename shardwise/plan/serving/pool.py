@@ -92,6 +92,9 @@ def activation_bytes(run: Run, stage: int = 0, packed: bool = False) -> int:
     if model.experts:
         wide = max(wide, model.experts_per_token * (model.hidden + 2 * model.expert_ffn))
     layer = tokens * (3 * model.hidden + 1.5 * wide / tensor) * each
+    if serve.invariant and layout.world > layout.replicate * layout.pipeline:  # the parts of a sum, or of every choice
+        apart = tensor * (tensor > 1) + (model.experts_per_token if model.experts else 0)
+        layer += tokens * model.hidden * apart * each
     logits = (
         min(serve.max_sequences * (1 + drafts(run)), tokens)
         * model.vocab

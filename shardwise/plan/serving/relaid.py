@@ -6,8 +6,7 @@ and what is left of the ranks makes more of them. Data and context ranks hold sh
 may cut experts otherwise, and a server's pipeline begins at its last rank; so weights travel, each box of a parameter to where it
 is needed and nowhere else. A matrix with adapters is made of its parts at its new place.
 
-Where an engine would have to add up parts of a sum in one order (`serve.invariant`), or works while training does
-(`objective.asynchronous`; two threads with collectives of their own may block each other on a GPU), each rank has one of its own.
+Where no server has such a layout, each rank has an engine of its own.
 """
 
 from __future__ import annotations
@@ -54,11 +53,10 @@ def _layouts(run: Run) -> Iterator[LayoutConfig]:
             replicate=replicate, tensor=tensor, pipeline=pipeline, shard=data, expert=expert, stages=stages
         )
 
-    if not (run.objective.asynchronous or run.serve.invariant):
-        data = lay.expert if run.model.experts else 1
-        for pipeline in dict.fromkeys((lay.pipeline, 1)):
-            for expert in (data, data * lay.tensor):  # columns of each expert over the tensor ranks, or whole experts
-                yield engines(lay.tensor, pipeline, data, expert)
+    data = lay.expert if run.model.experts else 1
+    for pipeline in dict.fromkeys((lay.pipeline, 1)):
+        for expert in (data, data * lay.tensor):  # columns of each expert over the tensor ranks, or whole experts
+            yield engines(lay.tensor, pipeline, data, expert)
     yield LayoutConfig(replicate=lay.world)
 
 

@@ -259,10 +259,12 @@ def plan_rollouts(run: Run, train_seconds: float, trained: Memory | None = None)
     looking = passes * asked.minibatches * train_seconds / 3
     relaying = relaying_seconds(run)
     rollout = played.figures.seconds + relaying
-    hidden = max(0.0, rollout - looking - steps * train_seconds) if asked.asynchronous else rollout
+    layout = rollout_layout(run)
+    beside = asked.asynchronous and (layout.world == layout.replicate or cluster_of(run).chip.name == "cpu")
+    hidden = max(0.0, rollout - looking - steps * train_seconds) if beside else rollout
     tokens = answers * asked.completion_tokens
     flops = forward_flops(run.model, prompt + asked.completion_tokens) * (tokens + answers // asked.group * prompt)
     return RolloutPlan(
         memory, memory.pages >= least, prompt, answers, rollout, passes, looking, train_seconds,
-        train_seconds + (hidden + looking) / steps, flops, facts.origin, tokens, rollout_layout(run), relaying,
+        train_seconds + (hidden + looking) / steps, flops, facts.origin, tokens, layout, relaying,
     )  # fmt: skip

@@ -254,9 +254,6 @@ def serving_rules(run: Run) -> Iterator[Rule]:
     yield from speculation_rules(run)
     yield head_rule(run)
     data, ranks = lay.shard * lay.context, lay.shard * lay.context * lay.tensor
-    yield Rule(run.serve.invariant and ranks > 1, "serve.invariant", ("layout.tensor", "layout.shard", "layout.context"), lambda: (
-        f"gives the bits of one device, and {ranks} ranks add up parts of a sum here; replicas and stages of a pipeline go with it"
-    ))
     yield Rule(lay.expert % data > 0, "layout.shard" if lay.shard > 1 else "layout.context", ("layout.expert",), lambda: (
         f"a server has more ranks of shard x context ({data}) only to hold other experts, and layout.expert = {lay.expert} is no "
         "multiple of them; layout.tensor cuts matrices, layout.replicate makes more engines"
@@ -272,6 +269,10 @@ def serving_rules(run: Run) -> Iterator[Rule]:
     yield Rule(uneven, "layout.expert", ("layout.shard", "layout.context", "layout.tensor"), lambda: (
         f"{lay.expert} does not divide layout.shard x layout.context x layout.tensor = {ranks}: experts are dealt out over those "
         f"ranks and add none; layout.tensor = {lay.expert} would do"
+    ))
+    yield Rule(run.serve.invariant and lay.expert < ranks, "layout.expert", ("serve.invariant",), lambda: (
+        f"{lay.expert} cuts the columns of each expert over some of {ranks} ranks, and serve.invariant takes whole ones; "
+        f"layout.expert = {ranks} deals them out whole"
     ))
     columns = max(1, ranks // lay.expert)
     yield Rule(not uneven and m.expert_ffn % columns > 0, "layout.expert", ("layout.tensor", "model.expert_ffn"), lambda: (
