@@ -18,13 +18,12 @@ from tiny_models import (
     tensors,
     their_logits,
     tokens,
+    transformers,
 )
 
 from shardwise.checkpoint.huggingface import from_hf, to_hf
 from shardwise.checkpoint.weights import load_model
 from shardwise.run import read_run
-
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import MODELS, QWEN_WINDOW, YARN, edit_config
+from tiny_models import MODELS, QWEN_WINDOW, YARN, edit_config, transformers
 
 from shardwise.checkpoint.huggingface import config_from_model, from_hf, model_from_config
 from shardwise.run import ModelConfig, UserError, run_from_dict
-
-transformers = pytest.importorskip("transformers")
-
 
 REFUSED: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "llama": (

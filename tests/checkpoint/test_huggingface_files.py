@@ -12,14 +12,23 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_models import GROUPED, LATENT, MODELS, edit_config, our_logits, save, tensors, their_logits, tokens
+from tiny_models import (
+    GROUPED,
+    LATENT,
+    MODELS,
+    edit_config,
+    our_logits,
+    save,
+    tensors,
+    their_logits,
+    tokens,
+    transformers,
+)
 
 import shardwise
 from shardwise.checkpoint.huggingface import from_hf, to_hf
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.run import UserError
-
-transformers = pytest.importorskip("transformers")
 
 
 def test_gpt2_as_it_was_published(tmp_path: Path) -> None:

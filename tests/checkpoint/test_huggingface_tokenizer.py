@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
+from late import Late
 
 from shardwise.checkpoint.huggingface import from_hf, to_hf
 from shardwise.data.build import build
@@ -14,7 +14,7 @@ from shardwise.data.tokenizer import ByteTokenizer, load_tokenizer
 from shardwise.run import run_from_dict
 from shardwise.train.loop import train
 
-transformers = pytest.importorskip("transformers")
+transformers: Any = Late("transformers")
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 8, "Grüße, 漢字 und 🦊! " * 8] * 4
 

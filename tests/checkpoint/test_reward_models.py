@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import MODELS, NO_TOKENS, assert_same_tensors, edit_config, tokens
+from tiny_models import MODELS, NO_TOKENS, assert_same_tensors, edit_config, tokens, transformers
 
 from shardwise.checkpoint.huggingface import from_hf, to_hf
 from shardwise.checkpoint.huggingface.peft import WEIGHTS, from_peft, to_peft
@@ -21,8 +21,6 @@ from shardwise.data.chat.job import ChatOptions
 from shardwise.run import UserError, read_run, run_from_dict
 from shardwise.train import loop
 from shardwise.train.progress.metrics import read_metrics
-
-transformers = pytest.importorskip("transformers")
 
 
 def save(folder: Path, kind: str, settings: dict[str, Any], labels: int = 1) -> Any:

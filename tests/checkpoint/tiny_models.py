@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from late import Late
 from safetensors.torch import load_file
 
 from shardwise.checkpoint.weights import load_model
 
-transformers = pytest.importorskip("transformers")
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
+os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+transformers: Any = Late("transformers")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,

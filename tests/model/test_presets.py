@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from late import Late
 from published_sizes import PUBLISHED
 
 from shardwise.checkpoint.huggingface import config_from_model, model_from_config
 from shardwise.model import Transformer
 from shardwise.run import PRESETS, run_from_dict
 
-transformers = pytest.importorskip("transformers")
+transformers: Any = Late("transformers")
 
 # Classes whose defaults in transformers are the shape of a published model, and keys in which they differ.
 DEFAULTS = {

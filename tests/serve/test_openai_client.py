@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 from fake_engine import FakeEngine, letters, says
+from late import Late
 from patience import HANG_SECONDS
 from running import Running, model_of, running, until
 from tokenizers_of_each_kind import tokenizer_of
@@ -17,6 +17,8 @@ from tokenizers_of_each_kind import tokenizer_of
 from shardwise.data.chat.template import ChatTemplate
 from shardwise.serve.request import Request
 from shardwise.serve.server.limits import Limits
+
+openai: Any = Late("openai")
 
 HELLO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
 
