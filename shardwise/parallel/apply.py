@@ -108,7 +108,9 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
             use_fp8(model.layers, run.train.fp8, gemm, fp8_gemm)
         if compiles(run, gpu=gpu):
             for block in model.layers.values():
-                block.forward = compiled(block.forward, accumulates=tunes_gemms(run, gpu=gpu))
+                block.forward = compiled(
+                    block.forward, accumulates=tunes_gemms(run, gpu=gpu), gathers=layout.tensor > 1
+                )
         if not frozen:
             apply_recompute(model, run, mesh.rank, observers, swap)
         _cut(model, run, mesh, frozen)
@@ -148,14 +150,19 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
     return Parallel(mesh, [stage.model for stage in stages.values()], pipeline, parameters)
 
 
-def compiled(forward: Callable[..., Any], accumulates: bool) -> Callable[..., Any]:
-    """A layer compiled; GEMMs of this project accumulate into sums that follow them."""
+def compiled(forward: Callable[..., Any], *, accumulates: bool, gathers: bool) -> Callable[..., Any]:
+    """A layer compiled; GEMMs of this project accumulate into sums that follow them. Where it gathers a sequence over tensor ranks,
+    nothing else is put into that memory while the storage lives: it is known by its storage when a backward pass saves it
+    (`activations/saving.py`), so what lay there next would be taken for it."""
     cache_custom_autograd_functions()
-    if not accumulates:
-        return torch.compile(forward)
-    from shardwise.model.gemm.accumulate import ACCUMULATE  # which loads the compiler
+    options: dict[str, Any] = {}
+    if accumulates:
+        from shardwise.model.gemm.accumulate import ACCUMULATE  # which loads the compiler
 
-    return torch.compile(forward, options={"joint_custom_post_pass": ACCUMULATE})
+        options["joint_custom_post_pass"] = ACCUMULATE
+    if gathers:
+        options |= {"allow_buffer_reuse": False, "inplace_buffers": False}
+    return torch.compile(forward, options=options or None)
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:

@@ -48,6 +48,13 @@ def test_tensor_ranks(ranks: RankPool, backend: str) -> None:
 
 @LARGE
 @COMPILER
+def test_memory_of_a_gathered_sequence_that_nothing_saves(ranks: RankPool) -> None:
+    """Frozen matrices save no input: the compiler would put what comes of them, and is saved, where the gathered sequence lay."""
+    check(ranks, ("dense", dict(tensor=2), dict(layers=1, steps=2, adapter="lora last")))
+
+
+@LARGE
+@COMPILER
 @pytest.mark.parametrize("number", range(4))
 def test_drawn_layouts(ranks: RankPool, number: int, request: pytest.FixtureRequest) -> None:
     check(ranks, layouts.compiled_layout(request.config.getoption("--seed"), number))
