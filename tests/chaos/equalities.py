@@ -97,7 +97,7 @@ def drawn_case(seed: int, what: str, subject: str, number: int) -> Case:
         keys = _keys(subject)
         return Case(what, subject, (_width("mixture", keys, layout), layout, keys))
     if what == "grpo":
-        return Case(what, subject, _drawn_grpo(generator))
+        return Case(what, subject, _drawn_grpo(generator, subject))
     return Case(what, subject, _drawn(generator, _keys(subject), world=8))
 
 
@@ -137,8 +137,8 @@ def _four_layers(drawn: layouts.Drawn) -> bool:
     return True
 
 
-def _drawn_grpo(generator: random.Random) -> layouts.Drawn:
-    """A layout for a GRPO run of eight answers a step."""
+def _drawn_grpo(generator: random.Random, subject: str) -> layouts.Drawn:
+    """A layout that goes with a GRPO run of eight answers a step."""
     while True:
         sizes = {
             axis: generator.choice([1, 1, 2, 4]) for axis in ("replicate", "shard", "context", "tensor", "pipeline")
@@ -156,7 +156,22 @@ def _drawn_grpo(generator: random.Random) -> layouts.Drawn:
         adapter = generator.choice(["", "", *ADAPTERS])
         if adapter.startswith("qlora"):
             model = "wide mixture" if model == "mixture" else "wide"
-        return model, layout, dict(adapter=adapter)
+        drawn = model, layout, dict(adapter=adapter)
+        try:
+            _grpo_run(Path(), subject, drawn, layout)
+        except UserError:
+            continue
+        return drawn
+
+
+def _grpo_run(folder: Path, subject: str, drawn: layouts.Drawn, layout: dict[str, Any]) -> Run:
+    """A GRPO run on the task of a folder: the network of a drawn case on any layout."""
+    from grpo_runs import grpo_run
+
+    model, own, more = drawn
+    network = cases.model_of(model) | dict(layers=max(2, own.get("pipeline", 1)), vocab=260)
+    keys = dict(objective=GRPO[subject], adapter=cases.ADAPTERS[more.get("adapter", "")])
+    return grpo_run(folder, model=network, layout=layout, train=dict(steps=3, microbatch=1), **keys)
 
 
 @cache
@@ -186,18 +201,13 @@ def hold(case: Case) -> None:
 
 def hold_grpo(case: Case) -> None:
     """Whole rounds: the same answers, and the same learned from them, with the plan's layouts of one process and of many."""
-    from grpo_runs import assert_learns_as_one_process, grpo_run
-
-    model, layout, more = case.drawn
-    network = cases.model_of(model) | dict(layers=2, vocab=260)
-    network |= dict(layers=layout["pipeline"]) if layout.get("pipeline", 1) > 2 else {}
-    keys = dict(objective=GRPO[case.subject], adapter=cases.ADAPTERS[more.get("adapter", "")])
+    from grpo_runs import assert_learns_as_one_process
 
     def run(layout: dict[str, Any]) -> Run:
-        return grpo_run(task(), model=network, layout=layout, train=dict(steps=3, microbatch=1), **keys)
+        return _grpo_run(task(), case.subject, case.drawn, layout)
 
     with tempfile.TemporaryDirectory() as folder:
-        assert_learns_as_one_process(ranks(), run, layout, Path(folder))
+        assert_learns_as_one_process(ranks(), run, case.drawn[1], Path(folder))
 
 
 @cache
