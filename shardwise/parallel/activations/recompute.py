@@ -34,8 +34,7 @@ from shardwise.run.saved_tensors import ELSEWHERE, quantized_tensors
 
 
 @contextlib.contextmanager
-def _recomputing(module: nn.Module, observers: Observers) -> Iterator[None]:
-    routers = [m for m in module.modules() if isinstance(m, Router)]
+def _recomputing(module: nn.Module, routers: list[Router], observers: Observers) -> Iterator[None]:
     for router in routers:
         router.counting = False
     try:
@@ -50,13 +49,17 @@ def checkpoint_module(module: nn.Module, observers: Observers) -> None:
     """Make a module compute itself again in the backward pass."""
     forward = module.forward
 
+    @functools.cache  # in the first step: whatever comes between may replace modules
+    def routers() -> list[Router]:
+        return [each for each in module.modules() if isinstance(each, Router)]
+
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
 
         def contexts() -> tuple[Any, Any]:
-            return contextlib.nullcontext(), _recomputing(module, observers)
+            return contextlib.nullcontext(), _recomputing(module, routers(), observers)
 
         # Tensors inside of a plain tuple, rope's, are arguments of their own: so autograd saves them as it saves the others.
         lengths = [len(arg) if type(arg) is tuple else 0 for arg in args]

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.hardware import Cluster, find_chip, load_profile, make_cluster
 from shardwise.plan.cost.flops import forward_flops, frozen_width, learned_share, stage_counts
-from shardwise.plan.cost.frameworks import FRAMEWORKS, Framework
+from shardwise.plan.cost.frameworks import FRAMEWORKS, QLORA_HOST, Framework
 from shardwise.run import AdapterConfig, LayoutConfig, MemoryConfig, ModelConfig, Problem, Run, UserError
 from shardwise.run.derive import (
     CHUNK_BYTES,
@@ -170,6 +170,8 @@ def job_of(run: Run) -> Job:
         runs_ahead=gpu and not waits,
         reduce_bytes=BYTES[train.reduce_dtype],
     )
+    if run.adapter.kind == "qlora" and gpu and not compiles(run, gpu=gpu):
+        facts["host"] = QLORA_HOST
     width = BYTES[train.dtype]
     if width > 2:
         facts |= dict.fromkeys(("parameter_bytes", "gradient_bytes", "gather_bytes", "reduce_bytes"), width)
