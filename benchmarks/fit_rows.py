@@ -28,8 +28,8 @@ from shardwise.plan.cost.passes import Passes, passes
 from shardwise.plan.cost.software import mixture
 from shardwise.plan.published.rows import Unsupported, job_of_row, measured_seconds, program_name, published
 from shardwise.plan.published.validate import layer_seconds
+from shardwise.plan.time.data import DataSeconds
 from shardwise.plan.time.step import (
-    DataSeconds,
     Prepared,
     placement_of,
     play,

@@ -14,12 +14,13 @@ from shardwise.plan.cost.constants import constants_of
 from shardwise.plan.cost.job import job_of
 from shardwise.plan.cost.memory import layer_saved, memory
 from shardwise.plan.cost.operations import layer
-from shardwise.plan.cost.passes import recomputed_layers
+from shardwise.plan.cost.passes import RECOMPUTE, recomputed_layers
 from shardwise.plan.figures import figures
 from shardwise.plan.plan import Plan, plan
 from shardwise.plan.time.goodput import job_cost
-from shardwise.plan.time.step import play, prepare, step_time
+from shardwise.plan.time.step import placement_of, play, prepare, step_time
 from shardwise.plan.time.timeline import timeline
+from shardwise.plan.trainer.budgeted import compare_with_greedy
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.plan.trainer.state import saved_activations
 from shardwise.run import Run, run_from_dict
@@ -129,6 +130,46 @@ def test_a_budget_is_a_ranks_of_all_its_stages(layout: dict[str, Any], gib: floa
         kept = sum(not parts for _, parts in layers)
         assert abs(kept - (1 - share) * 20) <= 2  # a rank has 20 layers, or one more or less
         assert kept * saved <= gib * 2**30
+
+
+@pytest.mark.parametrize("gib", [0.1, 0.3, 0.5, 0.7])
+@pytest.mark.parametrize(
+    ("recompute", "pipeline"),
+    [
+        ("budget", dict(pipeline=2)),
+        ("budget", dict(pipeline=2, schedule="interleaved", chunks=2)),
+        ("budget", dict(pipeline=4, schedule="zb-v")),
+        ("optimal", dict(pipeline=2)),
+        ("optimal", dict(pipeline=4, schedule="interleaved", chunks=2)),
+    ],
+    ids=str,
+)
+def test_ranks_with_more_layers_recompute_more_of_them(recompute: str, pipeline: dict[str, Any], gib: float) -> None:
+    """Nine layers on two or four ranks: the time has as many layers recomputed on each rank as the trainer recomputes there."""
+    cluster = dict(chip="h100", nodes=1, devices_per_node=4)
+    train = dict(seq_len=2048, global_batch=8, microbatch=1, dtype="bfloat16", compile=False)
+    shape = dict(layers=9, hidden=1024, heads=8, ffn=4096, vocab=32000)
+    layout = dict(shard=4 // pipeline["pipeline"]) | pipeline | dict(recompute=recompute, recompute_budget=gib)
+    run = run_from_dict(dict(model=shape, layout=layout, cluster=cluster, train=train))
+    made = prepare(job_of(run))
+    full = prepare(job_of(replace(run, layout=replace(run.layout, recompute="full", recompute_budget=0.0))))
+    layers, placement = made.job.stage_layers, placement_of(made.job, len(made.kinds))
+    one = max(
+        sum(full.stages[kind].seconds[RECOMPUTE]) / count[0]
+        for kind, count in zip(full.kinds, layers, strict=True)
+        if count[0]
+    )
+    seen = []
+    for rank in range(run.layout.pipeline):
+        mine = [made.stages[kind] for kind, home in zip(made.kinds, placement, strict=True) if home == rank]
+        time = sum(sum(stage.seconds[RECOMPUTE]) for stage in mine)
+        place = PlannedRank(run, rank * run.layout.shard)
+        if recompute == "budget":
+            assert time / one == pytest.approx(sum(bool(parts) for _, parts in place.layers()))
+        else:
+            assert time == pytest.approx(compare_with_greedy(*place.of_budget).seconds)
+        seen.append(time)
+    assert len({round(time / one, 6) for time in seen}) > 1 or min(seen) == max(seen) == 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

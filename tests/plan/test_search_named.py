@@ -24,6 +24,7 @@ from shardwise.run import Run, UserError, run_from_dict
 NAMED: dict[str, dict[str, Any]] = {
     "offload": dict(layout=dict(offload=True)),
     "budget": dict(layout=dict(recompute="budget", recompute_budget=2.0)),
+    "budget of unlike ranks": dict(layers=5, layout=dict(recompute="budget", recompute_budget=2.0)),
     "operations": dict(layout=dict(recompute="operations", recompute_operations=["ffn"])),
     "host": dict(memory=dict(activations="host")),
 }
@@ -32,7 +33,7 @@ SHOWN = 12
 
 def made(name: str) -> Run:
     keys = NAMED[name]
-    model = dict(layers=8, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000)
+    model = dict(layers=keys.get("layers", 8), hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000)
     train = dict(seq_len=4096, global_batch=16, dtype="bfloat16")
     layout = dict(auto=True) | keys.get("layout", {})
     cluster = dict(chip="h100", nodes=1, devices_per_node=4)

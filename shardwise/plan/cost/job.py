@@ -70,6 +70,8 @@ class Job:
     """GB/s between a device and its host's memory, where that was not measured."""
     storage_gbs: float = 1.0
     """Likewise of the machine's disk."""
+    layers_of_rank: int = 0
+    """Layers of the pipeline rank that is asked about, which share its recompute budget; 0: of a mean rank."""
 
     @property
     def learned(self) -> float:
@@ -100,6 +102,11 @@ class Job:
     def stage_microbatches(self) -> int:
         """Of those, the ones that pass each stage that a rank holds."""
         return max(1, self.microbatches // self.layout.directions)
+
+    @property
+    def rank_layers(self) -> Number:
+        """Layers that share a recompute budget."""
+        return self.layers_of_rank or self.model.layers / self.layout.pipeline
 
     @property
     def rows(self) -> Number:

@@ -8,7 +8,7 @@ before the host has launched the next ones waits for the host.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -53,13 +53,13 @@ def _saved(job: Job, ops: OpList) -> Number:
 
 
 def recomputed_layers(job: Job, ops: OpList) -> Number:
-    """Which share of the layers like this one is recomputed. A budget keeps whole layers."""
+    """Which share of a rank's layers is recomputed, as if all were like this one. A budget keeps whole layers."""
     lay = job.layout
     if lay.recompute != "budget":
         return 1.0 / lay.recompute_every
     saved = _saved(job, ops)
     spared = saved - residual_bytes(job)
-    layers = job.model.layers / lay.pipeline
+    layers = job.rank_layers
     over = np.ceil((layers * saved - lay.recompute_budget * GIB) / spared - 1e-9)
     return np.clip(over / layers, 0.0, 1.0)
 
@@ -119,14 +119,14 @@ class NetworkCost:
     @classmethod
     def of(cls, job: Job) -> NetworkCost:
         """The modules of a job."""
-        has_dense = not job.model.experts or job.model.dense_layers
-        return cls.added(
-            job,
-            embedding(job),
-            layer(job, routed=False) if has_dense else None,
-            layer(job, routed=True) if job.model.experts else None,
-            head(job),
-        )
+        return cls.of_ranks(job, (0,))[0]
+
+    @classmethod
+    def of_ranks(cls, job: Job, layers: Iterable[int]) -> dict[int, NetworkCost]:
+        """The same on ranks of so many layers: with a budget these decide how many of them are recomputed."""
+        dense = layer(job, routed=False) if not job.model.experts or job.model.dense_layers else None
+        ops = embedding(job), dense, layer(job, routed=True) if job.model.experts else None, head(job)
+        return {count: cls.added(replace(job, layers_of_rank=count), *ops) for count in dict.fromkeys(layers)}
 
     @classmethod
     def added(cls, job: Job, embedding: OpList, dense: OpList | None, moe: OpList | None, head: OpList) -> NetworkCost:

@@ -247,7 +247,7 @@ def _first(layers: Sequence[Choices], prices: tuple[float, float], spare: float)
 
 def within_budget(job: Job, ops: OpList, saved: float) -> list[Choice]:
     """Choices of a rank's layers, as if all were like this one, which would save so many bytes."""
-    count = max(1, round(job.model.layers / job.layout.pipeline))
+    count = max(1, round(job.rank_layers))
     if job.layout.recompute != "optimal":  # everything leaves
         away = leaving(job, routed=_is_routed(ops))
         size = sum(away.values())

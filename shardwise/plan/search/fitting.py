@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -172,26 +172,15 @@ class Fitting:
             self._known[candidate] = found
         return self._known[candidate]
 
-    def front(self, least: float = math.inf) -> list[FittingLayout]:
-        """Those that fit and that none beats in time and memory: from the fastest on whatever is leaner by a step than all before,
-        and than `least`, the peak of something that is faster than all of them. What takes `SLOWER` times the fastest is left out.
-        Of a large space this is what screening takes for the front."""
-        self._play(self.lean)
-        found: list[FittingLayout] = []
+    def leaner(self, candidate: Candidate, most: float) -> FittingLayout | None:
+        """The layout with its memory, where it fits and may need less than `most`: screening tells of many that they do not."""
         share = LEAST_MEMORY if self.space.count <= PLAY_ALL else LEAST_MEMORY_OF_MANY
-        timed = sorted(
-            ((rounded_seconds(seconds), one) for one, seconds in self.played.items()), key=lambda one: one[0]
-        )
-        for seconds, same in groupby(timed, key=lambda one: one[0]):
-            if found and seconds > SLOWER * found[0].seconds:
-                break
-            some = (one for _, one in same if not share * one.memory >= LEANER * least or one in self._known)
-            fits = [one for candidate in some if (one := self.fits(candidate, LEANER * least)) is not None]
-            for one in sorted(fits, key=lambda one: one.memory.peak)[:1]:
-                if one.memory.peak < LEANER * least:
-                    found.append(one)
-                    least = one.memory.peak
-        return found
+        return self.fits(candidate, most) if share * candidate.memory < most or candidate in self._known else None
+
+    def timed(self) -> Iterator[tuple[float, Fitting, Candidate]]:
+        """What the front is made of, with its seconds: of a large space what screening takes for it, and all that was played."""
+        self._play(self.lean)
+        yield from ((rounded_seconds(seconds), self, one) for one, seconds in self.played.items())
 
     def roomy(self, seconds: float) -> list[tuple[float, Run]]:
         """Layouts that recompute everything and may take less than so many seconds if the memory that they leave free is spent on
@@ -221,6 +210,39 @@ class Fitting:
                 reached = one.seconds - np.minimum(share, 1.0) * (one.seconds - saving.seconds)
             for method, n in zip(*(x.tolist() for x in np.nonzero(reached < longest)), strict=True):
                 yield float(reached[method, n]), _candidate(group, one, method, n), _candidate(group, saving, method, n)
+
+
+def front(spaces: Sequence[Fitting], known: Sequence[Plan]) -> list[Plan]:
+    """Layouts that fit and that none beats in time, memory and devices: from the fastest on, whatever is leaner by a step than all
+    before on as few devices. All spaces are walked through together, for what another one beats hides nothing behind it. Layouts
+    that take `SLOWER` times the first on as many devices are left out. `known` are plans that are made already, and those with a
+    recompute budget, which no space has."""
+    planned = {plan.run: plan for plan in known}
+    budgets = [plan for run, plan in planned.items() if run.layout.recompute not in spaces[0].space.choices.recompute]
+    every: list[tuple[float, Fitting | None, Any]] = [one for space in spaces for one in space.timed()]
+    every += [(rounded_seconds(plan.account.step_seconds), None, plan) for plan in budgets]
+    found: list[tuple[float, int, FittingLayout | Plan]] = []
+    first: dict[int, float] = {}
+
+    def most(devices: int) -> float:
+        return LEANER * min((peak for peak, count, _ in found if count <= devices), default=math.inf)
+
+    for seconds, same in groupby(sorted(every, key=lambda one: one[0]), key=lambda one: one[0]):
+        fits: list[tuple[float, int, FittingLayout | Plan]] = []
+        for _, space, one in same:
+            if space is None:
+                fits.append((one.account.memory.peak, one.run.layout.world, one))
+                continue
+            devices = space.space.devices
+            near = seconds <= SLOWER * first.get(devices, math.inf)
+            if near and (layout := space.leaner(one, most(devices))) is not None:
+                fits.append((layout.memory.peak, devices, layout))
+        for point in sorted(fits, key=lambda one: one[0]):
+            if point[0] < most(point[1]):
+                found.append(point)
+                if isinstance(point[2], FittingLayout):
+                    first.setdefault(point[1], seconds)
+    return [one if isinstance(one, Plan) else planned.get(one.run) or one.plan() for _, _, one in found]
 
 
 def _candidate(group: Group, one: Screened, method: int, n: int) -> Candidate:

@@ -15,9 +15,9 @@ import numpy as np
 from shardwise.plan.cost.job import job_of, overlapped
 from shardwise.plan.cost.passes import ModuleCost, NetworkCost, Passes, passes
 from shardwise.plan.search.screen import Group, LayoutIndex, added_passes
+from shardwise.plan.time.data import DataSeconds
 from shardwise.plan.time.goodput import reading_seconds
 from shardwise.plan.time.step import (
-    DataSeconds,
     prepare,
     step_times,
     tail_seconds,
@@ -109,11 +109,16 @@ def _costed(
     split = space.split(group.pipeline, schedule, chunks)
     name, overlap = group.methods[method]
     layers = group.layer_row[at.column]
-    network = group.layers.networks[space.choices.recompute[mode], name]
-    network = NetworkCost(*(_taken(m, layers) for m in (network.embedding, network.dense, network.moe, network.head)))
+    networks = {
+        shared: _some(group.layers.network(space.choices.recompute[mode], name, shared), layers)
+        for shared in {kind[4] for kind in split.kinds}
+    }
     layout = replace(job.layout, context_method=name)  # type: ignore[arg-type]
     here = overlapped(replace(job, layout=layout), overlap)
-    every = [passes(here, network.stage(d, r, first=float(b), last=float(e)), constants) for d, r, b, e in split.kinds]
+    every = [
+        passes(here, networks[shared].stage(d, r, first=float(b), last=float(e)), constants)
+        for d, r, b, e, shared in split.kinds
+    ]
     each = zip(*((p.forward, p.backward_input, p.backward_weight) for p in every), strict=True)
     forward, inputs, weights = (np.array([np.broadcast_to(x, len(rows)) for x in line]) for line in each)
     own = Passes(forward, inputs, weights, {})
@@ -129,6 +134,11 @@ def _costed(
     sent = DataSeconds(*(split.ranks @ x for x in data))
     rest = tail_seconds(job, work, sent, constants).max(axis=0) + update_seconds(job, sent, constants).max(axis=0)
     return _Costed(which, at.microbatches, stages, hop - blocks, rest + constants["overhead"])
+
+
+def _some(network: NetworkCost, rows: Array) -> NetworkCost:
+    """A network of some rows of the table."""
+    return NetworkCost(*(_taken(m, rows) for m in (network.embedding, network.dense, network.moe, network.head)))
 
 
 def _taken(module: ModuleCost | None, rows: Array) -> Any:

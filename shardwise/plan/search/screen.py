@@ -22,7 +22,8 @@ from shardwise.plan.cost.passes import Passes
 from shardwise.plan.search.bubbles import Pace, before_input, in_flight, makespan
 from shardwise.plan.search.space import NAMED, Sizes, choices, legal, plain, schedules, sizes, with_choices
 from shardwise.plan.search.tables import LayerTable, ParameterTable, Rows, StageSplit, rows_of, split_key, stage_split
-from shardwise.plan.time.step import DataSeconds, slowdown, tail_seconds, update_seconds, with_zero
+from shardwise.plan.time.data import DataSeconds
+from shardwise.plan.time.step import slowdown, tail_seconds, update_seconds, with_zero
 from shardwise.run import LayoutConfig, Run
 from shardwise.run.axes import LOOPED, SPLIT_BACKWARD, V_SHAPED
 from shardwise.run.derive import compiles, planned_on_gpu
@@ -356,9 +357,7 @@ class Group:
         )
         whole = held.once
         if schedule in LOOPED:  # stages are done one after the other, unless rounds of microbatches take turns
-            in_turn = np.full(at.microbatches.shape, schedule == "breadth-first") | (
-                at.microbatches < 2 * self.pipeline
-            )
+            in_turn = (at.microbatches < 2 * self.pipeline) | (schedule == "breadth-first")
             whole = whole * np.where(in_turn, 1.0 / chunks, 1.0)
         gradients = held.gradients + np.maximum(whole, deferred) * (held.whole_gradients - held.gradients)
         losses = at.microbatches if schedule in ("gpipe", "breadth-first") and len(split.stages) > 1 else 1

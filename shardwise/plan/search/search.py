@@ -10,16 +10,16 @@ from __future__ import annotations
 import gc
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from shardwise.plan.cost.job import GIB, job_of
 from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal, nothing_there, sentence
-from shardwise.plan.search.fitting import LEANER, Fitting, FittingLayout, rounded_seconds
+from shardwise.plan.search.fitting import LEANER, Fitting, FittingLayout, front, rounded_seconds
 from shardwise.plan.search.screen import Space
 from shardwise.plan.serving.rollouts import plan_rollouts
 from shardwise.plan.time.goodput import data_stall
@@ -50,13 +50,7 @@ class SearchResult:
     def pareto(self) -> list[Plan]:
         """Layouts that none beats in step time, memory and devices at once; planned when asked for. What is in the ranking too has
         the same plan."""
-        ranked = {plan.run: plan for plan in self.ranking}
-        every = [plan for run, plan in ranked.items() if run.layout.recompute == "budget"]  # faster than all others
-        kept = {plan.run.layout.world: plan.account.memory.peak for plan in every}
-        for space in self.spaces:
-            front = space.front(kept.get(space.space.devices, math.inf))
-            every += [ranked.get(one.run) or one.plan() for one in front]
-        return _front(every)
+        return front(self.spaces, self.ranking)
 
     @property
     def best(self) -> Plan:
@@ -111,6 +105,16 @@ def _search(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: 
     if not found:
         raise nothing_fits(run, [one.space for one in spaces if one.space.count])
     answers = run.objective.kind == "grpo"
+    # Memory that is left free is the engine's, where a run makes its own answers.
+    best = min(found, key=_worth)
+    kept = _kept(best, spaces) if "recompute" not in run.layout.fixed and not answers else None
+    least = {best.candidate.group.space.devices: kept[0].account.memory.peak} if kept is not None else {}
+    streams = [
+        _apart(chain([first], stream), least.get(first.candidate.group.space.devices, math.inf))
+        for first, stream in zip(firsts, streams, strict=True)
+        if first is not None
+    ]
+    found = [next(stream) for stream in streams]
     wanted = max(keep, TRIED) if answers else keep
     found += islice(heapq.merge(*streams, key=_worth), max(0, wanted - len(found)))
     found.sort(key=_with_answers if answers else _worth)
@@ -119,8 +123,6 @@ def _search(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: 
     changes = next_changes(
         [(*one.candidate[2:], plan.account.step_seconds) for one, plan in zip(found, ranking, strict=True)]
     )
-    # Memory that is left free is the engine's, where a run makes its own answers.
-    kept = _kept(found[0], spaces) if "recompute" not in run.layout.fixed and not answers else None
     if kept is not None:
         ranking, changes = [kept[0], *ranking], [kept[1], *changes]
         if len(ranking) > max(keep, sum(first is not None for first in firsts)):
@@ -187,7 +189,7 @@ def _first_of(found: list[FittingLayout], keep: int, counts: int) -> list[Fittin
 
 def _merged(several: Sequence[Fitting]) -> Iterator[FittingLayout]:
     """What fits in some spaces, the best first. A space is not played before something in it may be the next."""
-    streams = [_apart(fitting) for fitting in several]
+    streams = [iter(fitting) for fitting in several]
     waiting: list[tuple[float, float, int, FittingLayout | None]] = [
         (rounded_seconds(fitting.least() * fitting.space.devices), 0.0, n, None) for n, fitting in enumerate(several)
     ]
@@ -201,11 +203,10 @@ def _merged(several: Sequence[Fitting]) -> Iterator[FittingLayout]:
             heapq.heappush(waiting, (*_worth(following), n, following))
 
 
-def _apart(fitting: Fitting) -> Iterator[FittingLayout]:
+def _apart(fitting: Iterable[FittingLayout], least: float) -> Iterator[FittingLayout]:
     """What fits, without layouts that differ from a better one that fits in the number of chunks alone and are not on the front:
-    they would crowd a ranking."""
+    they would crowd a ranking. `least` is the peak of something that is faster than all of them."""
     seen: set[tuple[Any, ...]] = set()
-    least = float("inf")
     for one in fitting:
         group, (schedule, _, method, row) = one.candidate.group, one.candidate.layout
         same = (group, schedule, method, row)
@@ -214,16 +215,6 @@ def _apart(fitting: Fitting) -> Iterator[FittingLayout]:
         seen.add(same)
         if one.memory.peak < LEANER * least:
             least = one.memory.peak
-
-
-def _front(plans: list[Plan]) -> list[Plan]:
-    """Those that none beats in step time, memory and devices, with steps of memory that matter."""
-    front: list[Plan] = []
-    for plan in sorted(plans, key=lambda one: (rounded_seconds(one.account.step_seconds), one.account.memory.peak)):
-        peak, devices = plan.account.memory.peak, plan.run.layout.world
-        if all(peak < LEANER * other.account.memory.peak or devices < other.run.layout.world for other in front):
-            front.append(plan)
-    return front
 
 
 TRIED = 8

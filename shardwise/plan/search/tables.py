@@ -19,16 +19,19 @@ from shardwise.plan.cost.constants import constants_of
 from shardwise.plan.cost.job import Job, overlapped
 from shardwise.plan.cost.memory import buffers, gathered_layers, layer_activations, states
 from shardwise.plan.cost.operations import chunked_loss, embedding, head, layer, residual_bytes
+from shardwise.plan.cost.ops import OpList
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, ends_parameters, layer_parameters
 from shardwise.plan.cost.passes import ModuleCost, NetworkCost, passes
 from shardwise.plan.search.space import Choices, Sizes
-from shardwise.plan.time.step import DataSeconds, data_seconds, hop_seconds
+from shardwise.plan.time.data import DataSeconds, data_seconds
+from shardwise.plan.time.step import hop_seconds
 from shardwise.run.axes import BIDIRECTIONAL, LOOPED, V_SHAPED
 
 Array = Any
 
-Kind = tuple[int, int, bool, bool]
-"""Of a stage: dense layers, MoE layers, whether it has the embedding, whether it has the head."""
+Kind = tuple[int, int, bool, bool, int]
+"""Of a stage: dense layers, MoE layers, whether it has the embedding, whether it has the head; and the layers of its rank, where
+these share a recompute budget, else 0."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class StageSplit:
     @property
     def parts(self) -> Array:
         """How often each kind of stage has a dense layer, a MoE layer, the embedding and the head."""
-        return np.array(self.kinds, dtype=float)
+        return np.array(self.kinds, dtype=float)[:, :4]
 
     @property
     def counts(self) -> Array:
@@ -61,12 +64,18 @@ def stage_split(job: Job, pipeline: int, schedule: str, chunks: int) -> StageSpl
     layout = replace(job.layout, pipeline=pipeline, schedule=schedule, chunks=chunks)  # type: ignore[arg-type]
     layers = replace(job, layout=layout).stage_layers
     last = len(layers) - 1
+    places = [n % pipeline if n < pipeline or schedule not in V_SHAPED else last - n for n in range(len(layers))]
+    shared = [0] * pipeline
+    if layout.recompute_budget:
+        for rank, own in zip(places, layers, strict=True):
+            shared[rank] += sum(own)
     kinds: dict[Kind, int] = {}
-    stages = [kinds.setdefault((d, r, *layout.has_ends(n)), len(kinds)) for n, (d, r) in enumerate(layers)]
+    stages = [
+        kinds.setdefault((*own, *layout.has_ends(n), shared[rank]), len(kinds))
+        for n, (rank, own) in enumerate(zip(places, layers, strict=True))
+    ]
     held = np.zeros((pipeline, len(kinds)))
-    for stage, kind in enumerate(stages):
-        there = stage % pipeline if stage < pipeline or schedule not in V_SHAPED else last - stage
-        held[there, kind] += 1
+    np.add.at(held, (places, stages), 1.0)
     ranks, first, back = np.unique(held, axis=0, return_index=True, return_inverse=True)
     latest = [int(np.flatnonzero(back.ravel() == n)[-1]) for n in range(len(ranks))]
     return StageSplit(tuple(kinds), tuple(stages), ranks, tuple(first.tolist()), tuple(latest), pipeline)
@@ -117,13 +126,27 @@ class LayerTable:
             for how in product(self.choices.recompute, self.choices.context_method):
                 found[how] = _joined([NetworkCost.of(job) for job in self._jobs(*how)])
             return found
-        for method in self.choices.context_method:
-            job = self._under("none", method)
-            dense = layer(job, routed=False) if self.has_dense else None
-            modules = (embedding(job), dense, layer(job, routed=True) if self.has_moe else None, head(job))
+        for method, modules in self._modules.items():
             for recompute in self.choices.recompute:
                 found[recompute, method] = NetworkCost.added(self._under(recompute, method), *modules)
         return found
+
+    @cached_property
+    def _modules(self) -> dict[str, tuple[OpList, OpList | None, OpList | None, OpList]]:
+        """The ops of the modules, by context method."""
+        found = {}
+        for method in self.choices.context_method:
+            job = self._under("none", method)
+            dense = layer(job, routed=False) if self.has_dense else None
+            found[method] = embedding(job), dense, layer(job, routed=True) if self.has_moe else None, head(job)
+        return found
+
+    def network(self, recompute: str, method: str, rank_layers: int) -> NetworkCost:
+        """The network on a rank whose recompute budget so many layers share; 0: where none do."""
+        if not rank_layers:
+            return self.networks[recompute, method]
+        under = replace(self._under(recompute, method), layers_of_rank=rank_layers)
+        return NetworkCost.added(under, *self._modules[method])
 
     def seconds(self, methods: Iterable[tuple[str, bool]]) -> Array:
         """Forward, backward for the input and for the weights of dense layer, MoE layer, embedding and head:
@@ -227,7 +250,7 @@ class ParameterTable:
         dense, mixed = layer_parameters(job, routed=False), layer_parameters(job, routed=routed)
         first, last = ends_parameters(job)
         own, experts = [], []
-        for plain, more, begins, ends in kinds:
+        for plain, more, begins, ends, _ in kinds:
             tied = begins and job.model.tied_embeddings
             own.append(plain * dense.dense + more * mixed.dense + begins * first + (ends and not tied) * last)
             experts.append(more * mixed.experts + 0.0 * first)
@@ -286,7 +309,7 @@ class ParameterTable:
                 gathered = gathered + ends * framework.gather_bytes * sharded
             else:
                 one = layer_parameters(job, routed=bool(job.model.experts))
-                inner = [float(d + r > 1 and not first and not last) for d, r, first, last in split.kinds]
+                inner = [float(d + r > 1 and not first and not last) for d, r, first, last, _ in split.kinds]
                 more = np.maximum(split.ranks @ np.array(inner) - 1.0, 0.0)[:, None]
                 gathered = gathered + more * one.dense * framework.gather_bytes * (job.zero_ranks > 1)
         stays = owners["parameters"] + owners["optimizer"]

@@ -14,93 +14,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.hardware import Collective, collective_seconds, memory_seconds
-from shardwise.plan.cost.compression import (
-    agreement_seconds,
-    exchange_seconds,
-    hidden_seconds,
-    quantized_width,
-    replica_seconds,
-)
+from shardwise.hardware import collective_seconds
+from shardwise.plan.cost.compression import agreement_seconds, hidden_seconds
 from shardwise.plan.cost.constants import Constants, constants_of
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import span
-from shardwise.plan.cost.parameters import LocalNumel, stage_parameters, zero_groups
+from shardwise.plan.cost.parameters import stage_parameters
 from shardwise.plan.cost.passes import ModuleCost, NetworkCost, Passes, exposed, host_seconds, passes
-from shardwise.plan.time.handing import handing_seconds, mirror_seconds
+from shardwise.plan.time.data import DataSeconds, data_seconds
+from shardwise.plan.time.handing import handing_seconds
 from shardwise.plan.time.host import exposed_update
 from shardwise.plan.time.waves import Waves
-from shardwise.plan.trainer.muon import seconds as muon_seconds
 from shardwise.run import LayoutConfig
 from shardwise.schedules import Cost, cached_schedule, rounds_to_play, time
-
-OPTIMIZER_BYTES = 40.0
-"""Read and written for each parameter by AdamW: gradient, master copy and moments in float32, the norm's pass over the
-gradients, their zeroing, and the parameter written in 16 bits."""
-TENSORS = 8.0
-"""Matrices and vectors of a layer, where each is a message of its own."""
-
-
-class DataSeconds(NamedTuple):
-    """Traffic of data parallelism and the optimizer's work for the parameters of one stage, before the constants."""
-
-    forward: Number
-    """In every microbatch: ZeRO-3's all-gathers."""
-    backward: Number
-    """Likewise, with the gradients' reduce-scatter where that is done every microbatch."""
-    once: Number
-    """Once a step: gradients."""
-    gather_once: Number
-    """Once a step: updated parameters."""
-    optimizer: Number
-    """Reading and writing the optimizer's state."""
-    muon_gemms: Number = 0.0
-    muon_passes: Number = 0.0
-    muon_launches: Number = 0.0
-    muon_shards: Number = 0.0
-    muon_parts: Number = 0.0
-    """Of Muon, as `Orthogonalised` has them."""
-    apart: Number = 0.0
-    """Once a step, behind the passes: gradients that replicas compress."""
-    mirrored: Number = 0.0
-    """Likewise: gradients of two pipeline ranks that hold the same stages."""
-
-
-def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> DataSeconds:
-    """What sharding and replicating the parameters of a stage, of so many dense and MoE layers, costs in traffic, before anything
-    overlaps with it; and what updating them takes."""
-    lay, framework, cluster = job.layout, job.framework, job.cluster
-    zero, expert_zero = zero_groups(job)
-
-    # A message for each layer and one for the ends, so that many ranks that gather small layers wait for as many latencies.
-    messages = (layers[0] + layers[1] + 1.0) * (TENSORS if framework.tensors_apart else 1.0)
-
-    def sharded(kind: Collective, width: float, ranks: Number = zero) -> Number:
-        """Seconds of a collective over the ranks of a ZeRO group, for dense and for expert parameters."""
-        seconds = messages * collective_seconds(cluster, kind, held.dense * width / messages, ranks, lay.tensor)
-        if job.model.experts:
-            stride, size = lay.tensor * lay.expert, held.experts * width / messages
-            seconds = seconds + messages * collective_seconds(cluster, kind, size, expert_zero, stride)
-        return seconds
-
-    own = held.dense / zero + held.experts / expert_zero
-    learned, reduced = job.learned, framework.reduce_bytes * job.learned
-    apart = exchange_seconds(job, own * learned)
-    mirrored = mirror_seconds(job, own * learned * max(4.0, job.width))
-    replicas = replica_seconds(job, own * reduced)
-    gather = sharded("all_gather", quantized_width(lay.compress_weights, framework.gather_bytes))
-    if lay.compress_shards == "none":
-        scatter = sharded("reduce_scatter", reduced)
-    else:
-        scatter = sharded("all_to_all", quantized_width(lay.compress_shards, 0.0) * learned)
-    update = memory_seconds(cluster.chip, own * learned * OPTIMIZER_BYTES), *muon_seconds(job, *layers)
-    every = scatter if framework.reduce_every_microbatch and lay.zero >= 2 else 0.0 * scatter
-    once = replicas + scatter - every
-    if lay.zero == 3:
-        few = lay.secondary_shard
-        near = sharded("all_gather", framework.gather_bytes, few) if few > 1 else gather
-        return DataSeconds(gather, near + every, once, 0.0 * gather, *update, apart, mirrored)
-    return DataSeconds(0.0 * gather, every, once, gather, *update, apart, mirrored)
 
 
 @dataclass(frozen=True)
@@ -119,18 +45,29 @@ def prepare(job: Job) -> Prepared:
     """Asks the hardware; once for stages that are alike."""
     layers = job.stage_layers
     held = stage_parameters(job, layers)  # type: ignore[arg-type]
-    network = NetworkCost.of(job)
-    seen: dict[tuple[int, int, bool, bool], int] = {}
+    shared = _layers_of_ranks(job, layers)
+    networks = NetworkCost.of_ranks(job, shared)
+    seen: dict[tuple[int, int, bool, bool, int], int] = {}
     kinds, stages, data = list[int](), list[ModuleCost](), list[DataSeconds]()
     for n, (dense, moe) in enumerate(layers):
         first, last = job.layout.has_ends(n)
-        key = (dense, moe, first, last)
+        key = (dense, moe, first, last, shared[n])
         if key not in seen:
             seen[key] = len(stages)
-            stages.append(network.stage(dense, moe, first=float(first), last=float(last)))
+            stages.append(networks[shared[n]].stage(dense, moe, first=float(first), last=float(last)))
             data.append(data_seconds(job, held[n], (dense, moe)))
         kinds.append(seen[key])
     return Prepared(job, kinds, stages, data, float(hop_seconds(job)))
+
+
+def _layers_of_ranks(job: Job, layers: list[tuple[int, int]]) -> list[int]:
+    """For each stage the layers of its rank, where these share a recompute budget; else 0."""
+    if job.layout.recompute not in ("budget", "optimal"):
+        return [0] * len(layers)
+    placement = placement_of(job, len(layers))
+    return [
+        sum(map(sum, (own for own, home in zip(layers, placement, strict=True) if home == rank))) for rank in placement
+    ]
 
 
 def hop_seconds(job: Job) -> Number:
