@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.model.alibi import with_elements
 from shardwise.model.cache import LayerCache
 from shardwise.model.layers import Linear, Norm
 from shardwise.model.rope import Rope, apply_rope, softmax_scale_factor
@@ -99,6 +100,7 @@ class GroupedAttention(nn.Module):
         self.out = Linear(config.heads * config.head_dim, config.hidden, bias=config.bias == "all")
         self.q_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.alibi = config.position == "alibi"
         self.scale = config.head_dim**-0.5 * softmax_scale_factor(config)
         self.core: nn.Module = DotProductAttention(self.scale)
 
@@ -107,10 +109,15 @@ class GroupedAttention(nn.Module):
         q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
+        q, k = self.add_positions("q", q, rope), self.add_positions("k", k, rope)
         out = self.core(q, k, v, mask) if cache is None else cache.attend(q, k, v, self.scale)
         return self.out(out.flatten(2))
+
+    def add_positions(self, name: str, x: Tensor, rope: Rope | None) -> Tensor:
+        """Heads of queries ("q") or keys ("k") that know where they stand."""
+        if rope is None:
+            return x
+        return with_elements(x, rope[name == "k"]) if self.alibi else apply_rope(x, rope)
 
 
 def multiply_by_head(x: Tensor, matrices: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ def fits(block: Block, config: ModelConfig) -> bool:
         and not block.parallel
         and config.norm == "rmsnorm"
         and config.bias == "none"
+        and config.position != "alibi"
         and config.activation in ACTIVATIONS
         and width & (width - 1) == 0
         and 32 <= width <= 256

@@ -117,7 +117,7 @@ class PagedLayerCache(LayerCache):
             self.write(k[0], None if v is None else v[0])
             return self.attend_invariant(q[0], scale)[None]
         width = q.shape[-1]
-        if _has_kernels(q) and v is not None and width & (width - 1) == 0:
+        if _has_kernels(q) and v is not None and v.shape[-1] == width and width & (width - 1) == 0:
             qkv = torch.cat((q[0].flatten(1), k[0].flatten(1), v[0].flatten(1)), dim=1)
             return self.attend_fused(qkv, q.shape[2], None, None, scale).view_as(q)
         self.write(k[0], None if v is None else v[0])
@@ -267,7 +267,10 @@ class PagedCache(Cache):
             shape = (pages, (kv_heads or heads) if config.attention == "grouped" else 1, page_tokens)
             keys = torch.zeros(*shape, width, dtype=dtype, device=device)
             # A latent is both the key and, without the rotary part at its end, the value.
-            values = torch.zeros_like(keys) if value_width is None else keys[..., :value_width]
+            if config.attention == "latent":
+                values = keys[..., :value_width]
+            else:
+                values = torch.zeros(*shape, value_width, dtype=dtype, device=device)
             self.layers.append(PagedLayerCache(self, keys, values, config.sliding_window))
 
     def begin(self, batch: PagedBatch) -> None:
@@ -318,9 +321,8 @@ def _is_view(values: Tensor, keys: Tensor) -> bool:
     return values.data_ptr() == keys.data_ptr()
 
 
-def page_shape(config: ModelConfig) -> tuple[int, int, int | None]:
-    """Key/value heads of a token in one layer, the width of a key, and that of the part of it which is the value; None where values
-    are kept beside the keys."""
+def page_shape(config: ModelConfig) -> tuple[int, int, int]:
+    """Key/value heads of a token in one layer, the width of a key, and that of a value."""
     if config.attention == "latent":
         return 1, config.kv_rank + config.rope_dim, config.kv_rank
-    return config.kv_heads, config.head_dim, None
+    return config.kv_heads, config.key_dim, config.head_dim

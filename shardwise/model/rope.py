@@ -16,7 +16,9 @@ from torch import Tensor
 from shardwise.model.layers import at_least_float32
 from shardwise.run import ModelConfig
 
-Rope = tuple[Tensor, Tensor]  # cosines and sines, [batch, sequence, 1, width]
+Rope = tuple[
+    Tensor, Tensor
+]  # cosines and sines, [batch, sequence, 1, width]; or what `alibi.py` adds to queries and keys
 
 
 def yarn_get_mscale(factor: float, weight: float) -> float:
@@ -26,7 +28,7 @@ def yarn_get_mscale(factor: float, weight: float) -> float:
 
 def softmax_scale_factor(config: ModelConfig) -> float:
     """Factor on the attention scores that DeepSeek's use of YaRN asks for."""
-    if config.rope_scaling != "yarn":
+    if config.rope_scaling != "yarn" or config.position != "rotary":
         return 1.0
     return yarn_get_mscale(config.rope_factor, config.yarn_mscale_all) ** 2
 

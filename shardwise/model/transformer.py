@@ -1,4 +1,4 @@
-"""The decoder-only transformer on one device: GPT, OPT, Llama, Gemma, Qwen, Mixtral and DeepSeek are configurations of it.
+"""The decoder-only transformer on one device: GPT, OPT, BLOOM, Llama, Gemma, Qwen, Mixtral and DeepSeek are configurations of it.
 
 It knows nothing of parallelism, but names the parts where devices would have to talk to each other, as modules that can be
 replaced: the embedding, attention's `DotProductAttention`, the experts' dispatch, and the loss head. Nor does it know what is
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.model.alibi import alibi_elements
 from shardwise.model.attention import GroupedAttention, LatentAttention, MaskBuilder
 from shardwise.model.cache import Cache, LayerCache
 from shardwise.model.layers import FeedForward, Gemm, Linear, make_norm
@@ -69,6 +70,7 @@ class Transformer(nn.Module):
 
     embed: nn.Embedding | None
     positions: nn.Embedding | None
+    embed_norm: nn.Module | None
     norm: nn.Module | None
     head: Linear | None
     gemm: Gemm = Gemm()
@@ -88,12 +90,14 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(config.vocab, config.hidden)
         rows = config.max_positions + config.position_offset
         self.positions = nn.Embedding(rows, config.hidden) if config.position == "learned" else None
+        self.embed_norm = make_norm(config) if config.embedding_norm else None
         own = range(config.layers) if layers is None else layers
         self.layers = nn.ModuleDict({str(n): Block(config, n) for n in own})
         self.norm = make_norm(config)
         self.head = None if config.tied_embeddings else Linear(config.hidden, config.head_rows, bias=False)
         self.mask_builder: nn.Module = MaskBuilder(config.sliding_window)
-        self.rope_builder: Callable[[ModelConfig, Tensor, torch.dtype], Rope | None] = rope_cos_sin
+        self.rope_builder: Callable[[ModelConfig, Tensor, torch.dtype], Rope | None]
+        self.rope_builder = alibi_elements if config.position == "alibi" else rope_cos_sin
         self.loss: nn.Module = LinearCrossEntropy()
 
     def forward(
@@ -114,7 +118,7 @@ class Transformer(nn.Module):
         length = positions.shape[1]
         mask = None if cache is not None else self.mask_builder(length, documents, length, tokens.device)
         x = self.embed_tokens(tokens, positions) if self.first else tokens
-        rope = self.rope_builder(self.config, positions, x.dtype) if self.config.position == "rotary" else None
+        rope = self.rope_builder(self.config, positions, x.dtype) if self.config.position != "learned" else None
         auxiliary = None
         for n, block in enumerate(self.layers.values()):
             x, extra = block(x, rope, mask, cache.layers[n] if cache is not None else None)
@@ -131,6 +135,7 @@ class Transformer(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions + self.config.position_offset)
         x = x if self.dtype is None else x.to(self.dtype)
+        x = x if self.embed_norm is None else self.embed_norm(x)
         return x.requires_grad_() if self.frozen_embedding and torch.is_grad_enabled() else x
 
     def unembed(self, x: Tensor, finish: Finish | None) -> Tensor:
@@ -150,7 +155,7 @@ def make_stage(
         model = Transformer(config, dtype, layers)
     model.first, model.last = first, last
     if not first:
-        model.positions = None
+        model.positions = model.embed_norm = None
     if not last:
         model.norm = model.head = None
     if not first and not (last and config.tied_embeddings):

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.model.alibi import alibi_of_rank
 from shardwise.model.invariant.network import in_order
 from shardwise.model.layers import FeedForward, Linear
 from shardwise.model.moe.layer import MoE
@@ -251,6 +252,8 @@ def _put_on(model: Transformer, peers: Peers) -> None:
     if peers.tensor is not None and model.first and model.embed is not None:
         start = place.box(find_parameter(config, "embed.weight"))[0][0]
         model.embed = AllReduceEmbedding(model.embed, start, peers.add_up)
+    if peers.tensor is not None and config.position == "alibi":
+        model.rope_builder = alibi_of_rank(config, place.layout.tensor, place.tensor_index)
     for block in model.layers.values():
         assert isinstance(block, Block)
         if peers.tensor is not None:

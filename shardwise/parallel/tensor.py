@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.adapters import LowRank
+from shardwise.model.alibi import alibi_of_rank
 from shardwise.model.attention import GroupedAttention, LatentAttention
 from shardwise.model.layers import FeedForward, Linear, at_least_float32
 from shardwise.model.logprobs import IGNORE_INDEX, LogProbHead, Make, local_places
@@ -275,6 +276,8 @@ def apply_tensor(model: Transformer, mesh: Mesh) -> None:
         chunked = isinstance(model.loss, ChunkedCrossEntropy)
         cut = ChunkedVocabParallelCrossEntropy if chunked else VocabParallelCrossEntropy
         model.loss = cut(model.loss, mesh, model.config.vocab)
+    if model.config.position == "alibi":
+        model.rope_builder = alibi_of_rank(model.config, mesh.size("tensor"), mesh.index("tensor"))
     for block in model.layers.values():
         assert isinstance(block, Block)
         _cut_attention(block.attention, model, mesh)

@@ -71,7 +71,7 @@ def _begun(model: Transformer, tokens: Tensor, positions: Tensor | None, documen
     if positions is None:
         positions = torch.arange(length, device=tokens.device)[None]
     x = model.embed_tokens(tokens, positions)
-    rope = model.rope_builder(model.config, positions, x.dtype) if model.config.position == "rotary" else None
+    rope = model.rope_builder(model.config, positions, x.dtype) if model.config.position != "learned" else None
     return Sample(x, rope, model.mask_builder(length, documents, length, tokens.device))
 
 

@@ -31,7 +31,7 @@ def _order(name: str, known: list[str]) -> tuple[Any, ...]:
         return 2, known.index(name)
     first, _, rest = name.partition(".")
     number = int(rest.split(".")[0]) if first == "layers" and rest else -1
-    place = {ROOT: 0, "embed": 1, "positions": 2, "layers": 3, "norm": 4, "head": 5}.get(first, 3)
+    place = {ROOT: 0, "embed": 1, "positions": 2, "embed_norm": 3, "layers": 4, "norm": 5, "head": 6}.get(first, 4)
     return (0 if name == ROOT else 1), place, number, known.index(name)
 
 

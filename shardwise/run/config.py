@@ -50,8 +50,10 @@ class ModelConfig:
     bias: Literal["none", "qkv", "all"] = key(
         "none", "biases: none (Llama), on q, k and v (Qwen2.5), on every matrix (GPT)"
     )
-    position: Literal["rotary", "learned"] = key(
-        "rotary", "how positions enter: rotated queries and keys, or a learned table"
+    position: Literal["rotary", "learned", "alibi"] = key(
+        "rotary",
+        "how positions enter: rotated queries and keys, a learned table, or biases of the scores that fall with the distance "
+        "(ALiBi)",
     )
     position_offset: int = key(
         0, "rows of the table of learned positions before that of the first token (OPT: 2)", least=0
@@ -79,6 +81,7 @@ class ModelConfig:
         1, "parallel block: one norm for both of its parts, or 2: one each (GPT-NeoX)", least=1, most=2
     )
     embedding_scale: bool = key(False, "multiply embeddings by the square root of hidden (Gemma)")
+    embedding_norm: bool = key(False, "normalise embeddings before the first layer (BLOOM)")
     sliding_window: int = key(0, "attend to this many latest positions only; 0: to all", least=0)
     tied_embeddings: bool = key(False, "share the embedding with the output head")
     init_std: float = key(0.02, "standard deviation of initial weights", above=0)
@@ -121,6 +124,12 @@ class ModelConfig:
     def gated(self) -> bool:
         """Whether a feed-forward layer has a gate beside its first matrix."""
         return self.activation in ("swiglu", "geglu")
+
+    @property
+    def key_dim(self) -> int:
+        """Width of a head's queries and keys as attention takes them: with ALiBi they also hold slope and position
+        (`model/alibi.py`), in as many elements as keep the width a multiple of 8 that kernels want."""
+        return self.head_dim + 8 * (self.position == "alibi")
 
     @property
     def value_dim(self) -> int:

@@ -101,7 +101,7 @@ def uses_varlen_attention(run: Run, *, gpu: bool) -> bool:
     if run.train.invariant:
         return True
     low = run.train.dtype in ("bfloat16", "float16")
-    fits = model.attention != "latent" and model.head_dim % 8 == 0 and model.head_dim <= 256
+    fits = model.key_dim == model.value_dim and model.head_dim % 8 == 0 and model.head_dim <= 256
     return gpu and low and fits and (run.layout.context == 1 or run.layout.context_method == "ulysses")
 
 

@@ -137,6 +137,8 @@ def _first(model: ModelConfig) -> tuple[Parameter, ...]:
         found.append(
             Parameter("positions.weight", (model.max_positions + model.position_offset, model.hidden), "embedding")
         )
+    if model.embedding_norm:
+        found += _norm(model, "embed_norm")
     return tuple(found)
 
 

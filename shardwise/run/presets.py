@@ -1,9 +1,10 @@
 """Published models by name, each as the keys of `[model]` that its published config sets.
 
 Shapes come from the authors' papers and released `config.json` files: GPT-2 (Radford et al. 2019), GPT-3 (Brown et al.
-2020, table 2.1), MT-NLG (Smith et al. 2022), OPT (Zhang et al. 2022, table 1), GPT-NeoX (Black et al. 2022), PaLM (Chowdhery et al.
-2022, table 1), Gemma (2024), Llama 1, 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024), Qwen2.5 and Qwen3 technical reports,
-Mixtral (Jiang et al. 2024), DeepSeek-V3 (2024). Their parameter counts are tested against `transformers`.
+2020, table 2.1), MT-NLG (Smith et al. 2022), OPT (Zhang et al. 2022, table 1), BLOOM (Le Scao et al. 2022, table 3), GPT-NeoX
+(Black et al. 2022), PaLM (Chowdhery et al. 2022, table 1), Gemma (2024), Llama 1, 2 and 3 (Touvron et al. 2023, Grattafiori et al.
+2024), Qwen2.5 and Qwen3 technical reports, Mixtral (Jiang et al. 2024), DeepSeek-V3 (2024). Their parameter counts are tested
+against `transformers`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ def _gpt(layers: int, hidden: int, heads: int, positions: int = 1024) -> Keys:
 
 def _opt(layers: int, hidden: int, heads: int) -> Keys:
     return _gpt(layers, hidden, heads, 2048) | dict(vocab=50272, activation="relu", position_offset=2)
+
+
+def _bloom(layers: int, hidden: int, heads: int) -> Keys:
+    return _gpt(layers, hidden, heads, 2048) | dict(vocab=250880, position="alibi", embedding_norm=True)
 
 
 def _palm(layers: int, hidden: int, heads: int) -> Keys:
@@ -95,6 +100,9 @@ PRESETS: dict[str, Keys] = {
     "opt-30b": _opt(48, 7168, 56),
     "opt-66b": _opt(64, 9216, 72),
     "opt-175b": _opt(96, 12288, 96),
+    "bloom-560m": _bloom(24, 1024, 16),
+    "bloom-7b1": _bloom(30, 4096, 32),
+    "bloom-176b": _bloom(70, 14336, 112),
     "gpt-neox-20b": dict(
         layers=44,
         hidden=6144,
@@ -175,7 +183,8 @@ PRESETS: dict[str, Keys] = {
 
 # Sequence and batch (in sequences) that models were pretrained with, by how their names begin. Published: GPT-2 (Radford et al.
 # 2019, section 2.3), GPT-3 (Brown et al. 2020, table 2.1: 3.2M tokens, here the 1536 sequences of MLPerf's and Megatron's runs),
-# MT-NLG (Smith et al. 2022: 1920 sequences), OPT-175B (Zhang et al. 2022: 2M tokens), GPT-NeoX (Black et al. 2022: 3.15M tokens),
+# MT-NLG (Smith et al. 2022: 1920 sequences), OPT-175B (Zhang et al. 2022: 2M tokens), BLOOM (Le Scao et al. 2022, table 3: 2048
+# sequences; its small models 256 to 512), GPT-NeoX (Black et al. 2022: 3.15M tokens),
 # PaLM 540B (Chowdhery et al. 2022: 512 sequences, then 1024, then 2048; here those of its middle), Llama 1 and 2 (Touvron et al.
 # 2023: 4M tokens), Llama 3 405B (Grattafiori et al. 2024, section 3.4.1: 4M tokens, then 8M, then 16M), DeepSeek-V3 (2024, section
 # 4.2), the lengths of Qwen2.5, Qwen3 (before they are stretched) and Mixtral. Assumed: 4M tokens where no batch is published, and
@@ -185,6 +194,9 @@ _PRETRAINING = {
     "gpt3-": (2048, 1536),
     "mt-nlg-": (2048, 1920),
     "opt-": (2048, 1024),
+    "bloom-": (2048, 2048),
+    "bloom-560m": (2048, 256),
+    "bloom-7b1": (2048, 512),
     "gpt-neox-": (2048, 1538),
     "palm-": (2048, 1024),
     "gemma-": (8192, 512),

@@ -47,6 +47,7 @@ OPT = {key: value for key, value in SIZES.items() if key != "intermediate_size"}
     "ffn_dim": 48,
     "word_embed_proj_dim": 32,
 }
+BLOOM = {"vocab_size": 67, "hidden_size": 48, "n_layer": 2, "n_head": 6}
 NEOX = SIZES | {"hidden_act": "gelu_fast", "rotary_pct": 0.25}
 PARTIAL = {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.5}
 LLAMA3 = {
@@ -69,6 +70,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-exact": ("GPT2", GPT | {"activation_function": "gelu"}),
     "opt": ("OPT", OPT),
     "opt-untied": ("OPT", OPT | {"tie_word_embeddings": False}),
+    "bloom": ("Bloom", BLOOM),
+    "bloom-untied": ("Bloom", BLOOM | {"n_head": 4, "tie_word_embeddings": False}),
     "gpt-neox": ("GPTNeoX", NEOX),
     "gpt-neox-half": ("GPTNeoX", NEOX | {"rotary_pct": 0.5, "rope_parameters": PARTIAL, "tie_word_embeddings": True}),
     "pythia": ("GPTNeoX", NEOX | {"hidden_act": "gelu"}),

@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     "parallel": DENSE | dict(parallel_block=True),
     "neox": DENSE | GPT | dict(activation="gelu_erf", parallel_block=True, parallel_norms=2, rope_share=0.5),
+    "bloom": DENSE | GPT | dict(position="alibi", embedding_norm=True, tied_embeddings=True),
     "gemma": DENSE | dict(embedding_scale=True, activation="geglu", tied_embeddings=True, qk_norm=False),
     "capacity": MIXTURE | dict(expert_capacity=0.8),
     "window": DENSE | dict(sliding_window=11),
@@ -43,6 +44,7 @@ LATENT = {name: MODELS["latent"][name] for name in ("attention", "q_rank", "kv_r
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "tied embeddings": (dict(tied_embeddings=True),),
     "parallel block": (dict(parallel_block=True), dict(parallel_block=True, parallel_norms=2)),
+    "alibi": (dict(position="alibi"), dict(position="alibi", embedding_norm=True)),
     "no query norm": (dict(qk_norm=False),),
     "latent attention": (LATENT | dict(qk_norm=False),),
     "window": tuple(dict(sliding_window=size) for size in (3, 16, 20)),

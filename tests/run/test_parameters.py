@@ -27,8 +27,9 @@ def drawn_model(seed: int) -> ModelConfig:
     keys: dict[str, Any] = dict(
         layers=rng.randint(1, 3), hidden=16, heads=4, vocab=33, tied_embeddings=rng.random() < 0.5,
         norm=rng.choice(["rmsnorm", "layernorm"]), activation=rng.choice(["swiglu", "geglu", "gelu", "relu2"]),
-        bias=rng.choice(["none", "qkv", "all"]), position=rng.choice(["rotary", "learned"]),
+        bias=rng.choice(["none", "qkv", "all"]), position=rng.choice(["rotary", "learned", "alibi"]),
         parallel_block=rng.random() < 0.3, parallel_norms=rng.choice([1, 2]), position_offset=rng.choice([0, 2]),
+        embedding_norm=rng.random() < 0.3,
     )  # fmt: skip
     if rng.random() < 0.4:
         keys |= dict(attention="latent", q_rank=rng.choice([0, 6]), kv_rank=5, nope_dim=4, rope_dim=2, v_dim=3)

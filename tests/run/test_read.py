@@ -76,6 +76,7 @@ ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmu
         ([*MIXTURE, "model.activation=gelu"], "model.experts", "swiglu"),
         ([*MIXTURE, "model.dense_layers=9"], "model.dense_layers", "more than layers"),
         (["model.shared_experts=1"], "model.shared_experts", "no meaning"),
+        (["model.position=alibi", "serve.kv_dtype=fp8"], "serve.kv_dtype", "can't hold the positions"),
         (["model.position=learned", "model.max_positions=100"], "train.seq_len", "longer than the learned table"),
         (["train.beta1=1"], "train.beta1", "below 1"),
         (["train.muon_momentum=1"], "train.muon_momentum", "below 1"),

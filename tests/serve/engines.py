@@ -23,6 +23,7 @@ EXPERTS = dict(experts=4, experts_per_token=2)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": dict(kv_heads=2),
     "gpt": dict(norm="layernorm", activation="gelu", bias="all", position="learned", tied_embeddings=True),
+    "bloom": dict(norm="layernorm", activation="gelu", bias="all", position="alibi", embedding_norm=True),
     "window": dict(sliding_window=4),
     "qwen": dict(kv_heads=2, qk_norm=True, bias="qkv", tied_embeddings=True),
     "mixtral": EXPERTS | dict(router="softmax"),

@@ -25,15 +25,19 @@ from shardwise.run import ModelConfig, Problem, UserError, run_from_dict
 Refuse = Callable[[str, str], None]  # a key of config.json, and what is wrong with it
 
 # Noise added only while training; our trainer has its own settings.
-_TRAINING_ONLY = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
+_TRAINING_ONLY = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout",
+                  "router_jitter_noise")  # fmt: skip
 # Keys without meaning in a model of dense layers alone.
 _MOE_ONLY = ("experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "router", "router_groups",
              "router_top_groups")  # fmt: skip
+# Other names in published files of what transformers writes under the first.
+_BLOOM_NAMES = {"hidden_size": "n_embed", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
 # What most networks have alike, and what a family must name to have it otherwise.
 _PLAIN: Keys = {
     "parallel_block": False,
     "parallel_norms": 1,
     "embedding_scale": False,
+    "embedding_norm": False,
     "position_offset": 0,
     "rope_share": 1.0,
 }
@@ -45,6 +49,8 @@ def model_from_config(values: Keys, where: str = "config.json") -> tuple[ModelCo
     if family.model_type == "qwen3_moe" and "num_local_experts" in values:
         # transformers 5 writes these experts under Mixtral's name; 4 and the published files have their own.
         values = {"num_experts": values["num_local_experts"], **values}
+    if family.model_type == "bloom":
+        values = {name: values[other] for name, other in _BLOOM_NAMES.items() if other in values} | values
     problems: list[Problem] = []
 
     def refuse(key: str, message: str) -> None:
@@ -145,7 +151,7 @@ def config_from_model(config: ModelConfig, where: str = "") -> tuple[str, Keys]:
         }
     if family.model_type == "gpt2":
         values |= {"n_ctx": config.max_positions, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    elif family.model_type == "gpt_neox":
+    elif family.model_type in ("gpt_neox", "bloom"):
         values |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     elif family.model_type == "opt":
         values |= {"word_embed_proj_dim": config.hidden, "dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0}
@@ -163,8 +169,10 @@ def config_from_model(config: ModelConfig, where: str = "") -> tuple[str, Keys]:
 def _family_of(config: ModelConfig, where: str) -> Family:
     def differences(family: Family) -> list[Problem]:
         wanted: Keys = _PLAIN | family.ours
-        if family.model_type in ("gpt2", "opt", "gpt_neox"):
+        if family.model_type in ("gpt2", "opt", "gpt_neox", "bloom"):
             wanted |= {"kv_heads": config.heads, "head_dim": config.hidden / config.heads}
+        if family.model_type == "bloom":
+            wanted["ffn"] = 4 * config.hidden
         if family.model_type == "deepseek_v3" and not config.experts:
             del wanted["router"]
         if family.model_type == "gpt_neox":

@@ -81,7 +81,7 @@ def from_hf(
     reader = open_published(source, values, where)
     shapes = state_shapes(config)
     found = list(links(config, shapes, interleaved=values.get("rope_interleave") is not False))
-    if config.position == "learned" and not any(name.startswith("transformer.") for name in reader.names):
+    if config.position != "rotary" and not any(name.startswith("transformer.") for name in reader.names):
         found = [replace(link, theirs=tuple(t.removeprefix("transformer.") for t in link.theirs)) for link in found]
     notes += _check_theirs(reader, config, found, shapes)
 

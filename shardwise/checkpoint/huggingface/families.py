@@ -117,6 +117,32 @@ _KNOWN = (
         {"init_std": 0.02, "tie_word_embeddings": True},
     ),
     Family(
+        "BloomForCausalLM",
+        "bloom",
+        {
+            "vocab_size": "vocab",
+            "hidden_size": "hidden",
+            "n_layer": "layers",
+            "n_head": "heads",
+            "seq_length": "max_positions",
+            "layer_norm_epsilon": "norm_eps",
+            "initializer_range": "init_std",
+            "tie_word_embeddings": "tied_embeddings",
+        },
+        _LLAMA_LIKE
+        | {
+            "norm": "layernorm",
+            "activation": "gelu",
+            "bias": "all",
+            "position": "alibi",
+            "embedding_norm": True,
+            "sliding_window": 0,
+        },
+        {"apply_residual_connection_post_layernorm": (False,)},
+        # Its network has no longest sequence; what it was trained with may stand in the file.
+        {"seq_length": 2048, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True},
+    ),
+    Family(
         "GemmaForCausalLM",
         "gemma",
         _GROUPED,

@@ -38,7 +38,7 @@ from shardwise.checkpoint.huggingface.tensors import (
     Interleaved,
     Link,
     Stacked,
-    is_neox,
+    fuses_heads,
     like_gpt2,
     links,
 )
@@ -163,7 +163,7 @@ def _links(run: Run, where: str) -> Iterator[Link]:
         table = layer_parameters(model, model.is_moe(layer), run.adapter)
         names = [f"layers.{layer}.{entry.name}" for entry in table if entry.adapted]
         # A link of three matrices is found by the first of them.
-        asked = [f"layers.{layer}.attention.q.weight", *names] if like_gpt2(model) or is_neox(model) else names
+        asked = [f"layers.{layer}.attention.q.weight", *names] if fuses_heads(model) else names
         for link in links(model, dict.fromkeys(asked)):
             if isinstance(link, Stacked):
                 continue

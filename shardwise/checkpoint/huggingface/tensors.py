@@ -91,8 +91,9 @@ class Interleaved(Link):
 
 @dataclass(frozen=True)
 class FusedHeads(Link):
-    """GPT-NeoX keeps q, k and v in one matrix, head by head. Of a head of queries or keys the first `rotated` rows are, there, the
-    halves of its rotary pairs; in ours one half of all pairs is in each half of the width, and those that keep still are behind."""
+    """GPT-NeoX and BLOOM keep q, k and v in one matrix, head by head. Of a head of queries or keys the first `rotated` rows are,
+    there, the halves of its rotary pairs; in ours one half of all pairs is in each half of the width, and those that keep still are
+    behind."""
 
     heads: int
     rotated: int
@@ -163,6 +164,17 @@ _NEOX = {
     "ffn.up": "mlp.dense_h_to_4h",
     "ffn.down": "mlp.dense_4h_to_h",
 }
+_BLOOM = {
+    "embed": "transformer.word_embeddings",
+    "embed_norm": "transformer.word_embeddings_layernorm",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "attention.out": "self_attention.dense",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.up": "mlp.dense_h_to_4h",
+    "ffn.down": "mlp.dense_4h_to_h",
+}
 _OTHERS = {
     "embed": "model.embed_tokens",
     "norm": "model.norm",
@@ -206,6 +218,8 @@ def links(config: ModelConfig, ours: Iterable[str], interleaved: bool = True) ->
     attention's rotary rows lie there."""
     if is_neox(config):
         table = _NEOX
+    elif is_bloom(config):
+        table = _BLOOM
     elif is_opt(config):
         table = _OPT
     elif config.position == "learned":
@@ -216,9 +230,16 @@ def links(config: ModelConfig, ours: Iterable[str], interleaved: bool = True) ->
         table = _OTHERS | (_MIXTRAL if config.experts and not config.qk_norm else {})
     if config.scores:
         table = table | {"head": "score"}
-    gpt = like_gpt2(config)
-    above = "transformer.h" if gpt else "model.decoder.layers" if is_opt(config) else "model.layers"
-    above = "gpt_neox.layers" if is_neox(config) else above
+    above = (
+        "transformer.h"
+        if like_gpt2(config) or is_bloom(config)
+        else "model.decoder.layers"
+        if is_opt(config)
+        else "model.layers"
+    )
+    above = "model.decoder.layers" if is_opt(config) else "model.layers"
+    if fuses_heads(config):
+        above = "gpt_neox.layers" if is_neox(config) else "transformer.h"
     kind = Shifted if config.embedding_scale else Link
     for name in ours:
         match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
@@ -239,14 +260,15 @@ def _layer_link(
         return
     module, leaf = rest.rsplit(".", 1)
     gpt = like_gpt2(config)
-    if (gpt or is_neox(config)) and module in ("attention.q", "attention.k", "attention.v"):
+    if fuses_heads(config) and module in ("attention.q", "attention.k", "attention.v"):
         if module == "attention.q":  # one link serves all three
             fused = tuple(f"{name.removesuffix(f'q.{leaf}')}{letter}.{leaf}" for letter in "qkv")
             if gpt:
                 yield Fused(fused, (f"{layer}.attn.c_attn.{leaf}",))
             else:
-                rotated = rotated_width(config.rope_share, config.head_dim)
-                yield FusedHeads(fused, (f"{layer}.attention.query_key_value.{leaf}",), config.heads, rotated)
+                rotated = rotated_width(config.rope_share, config.head_dim) if is_neox(config) else 0
+                above = "attention" if is_neox(config) else "self_attention"
+                yield FusedHeads(fused, (f"{layer}.{above}.query_key_value.{leaf}",), config.heads, rotated)
         return
     theirs = f"{layer}.{table[module]}.{'e_score_correction_bias' if rest == 'ffn.router.bias' else leaf}"
     if gpt and leaf == "weight" and not module.endswith("norm"):
@@ -269,6 +291,16 @@ def is_opt(config: ModelConfig) -> bool:
 def is_neox(config: ModelConfig) -> bool:
     """Whether a network is of the family of GPT-NeoX."""
     return config.position == "rotary" and config.parallel_block and config.has_ffn_norm
+
+
+def is_bloom(config: ModelConfig) -> bool:
+    """Whether a network is of the family of BLOOM."""
+    return config.position == "alibi"
+
+
+def fuses_heads(config: ModelConfig) -> bool:
+    """Whether its files keep q, k and v in one matrix."""
+    return like_gpt2(config) or is_neox(config) or is_bloom(config)
 
 
 def like_gpt2(config: ModelConfig) -> bool:

@@ -246,7 +246,8 @@ def make_invariant(model: Transformer) -> None:
     model.invariant = True
     model.gemm, model.loss = GEMM, InvariantCrossEntropy()
     model.mask_builder = InvariantMaskBuilder(model.config.sliding_window)
-    model.rope_builder = partial(rope_cos_sin, compute=by_row)
+    if model.config.position == "rotary":
+        model.rope_builder = partial(rope_cos_sin, compute=by_row)
     for module in model.modules():
         if isinstance(module, Linear):
             module.gemm = GEMM

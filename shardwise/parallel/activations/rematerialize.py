@@ -17,7 +17,7 @@ from torch.nn.functional import relu
 
 from shardwise.model.attention import GroupedAttention
 from shardwise.model.layers import FeedForward
-from shardwise.model.rope import Rope, apply_rope
+from shardwise.model.rope import Rope
 from shardwise.model.transformer import Block
 from shardwise.parallel.activations.saving import Form, note, note_form, noted_afterwards
 
@@ -154,7 +154,7 @@ class _Attention:
     def _core(self, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         if self.normed is not None and "heads" in self.words:
             for x, matrix, rope in ((q, "q", self.rope), (k, "k", self.rope), (v, "v", None)):
-                self.note(x, (self.normed,), functools.partial(self._heads, getattr(self.attention, matrix), rope))
+                self.note(x, (self.normed,), functools.partial(self._heads, matrix, rope))
         if "attended" not in self.words:
             self.attended = forward(q, k, v, mask)
             return self.attended
@@ -163,9 +163,9 @@ class _Attention:
             self.note(self.attended, (q, k, v), lambda q, k, v: self.attention.core(q, k, v, mask))
         return self.attended
 
-    def _heads(self, matrix: nn.Module, rope: Rope | None, x: Tensor) -> Tensor:
-        heads = matrix(x).view(*x.shape[:2], -1, self.attention.head_dim)
-        return heads if rope is None else apply_rope(heads, rope)
+    def _heads(self, matrix: str, rope: Rope | None, x: Tensor) -> Tensor:
+        heads = getattr(self.attention, matrix)(x).view(*x.shape[:2], -1, self.attention.head_dim)
+        return self.attention.add_positions(matrix, heads, rope)
 
     def _ffn_norm(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if self.stream is not None and self.attended is not None:

@@ -174,13 +174,18 @@ def _attention(ops: OpList) -> None:
         each = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         ops.gemm("qkv", "attention", rows, (heads + 2 * kv_heads) * head_dim, m.hidden, saved=saved, parts=each)
     numel = rows * (heads + kv_heads) * head_dim
-    if m.position == "rotary":
+    key_dim = head_dim
+    if m.position == "alibi" and job.framework.family == "shardwise":  # others add biases inside of their kernels
+        key_dim = m.key_dim
+        moved = numel * (1 + key_dim / head_dim) * job.width
+        ops.elementwise("alibi", "attention", moved, moved)
+    elif m.position == "rotary":
         moved = numel * job.framework.rotary_bytes
         ops.elementwise("rotary", "attention", moved, moved)
     elif job.framework.kernels != "compiled":  # heads are transposed for the kernels
         ops.elementwise("heads apart", "attention", 2 * numel * job.width, 2 * numel * job.width)
-    _context_traffic(ops, heads, kv_heads, head_dim, v_dim)
-    _attention_core(ops, heads, kv_heads, head_dim, v_dim)
+    _context_traffic(ops, heads, kv_heads, key_dim, v_dim)
+    _attention_core(ops, heads, kv_heads, key_dim, v_dim)
     ops.gemm("out", "attention", rows, m.hidden, heads * v_dim)
     _scatter_sequence(ops, "attention")
     _residual(ops, "attention")
@@ -294,6 +299,8 @@ def embedding(job: Job) -> OpList:
     ops.elementwise("embedding", "embedding", 2 * size + 3 * mask, 4 * size + 3 * mask, saved=mask)
     kind: Collective = "reduce_scatter" if job.framework.sequence_parallel else "all_reduce"
     ops.collective("embedding", "tensor", kind, job.rows * job.model.hidden * job.width, (1.0, 0.0, 0.0))
+    if job.model.embedding_norm:
+        _norm(ops, residual_tokens(job))
     return ops
 
 

@@ -27,6 +27,7 @@ from shardwise.plan.cost.host import link_of
 from shardwise.plan.cost.job import GIB, Job, Number
 from shardwise.plan.cost.operations import layer, residual_bytes
 from shardwise.plan.cost.ops import FORWARD, OpList
+from shardwise.run import ModelConfig
 from shardwise.run.saved_tensors import ELSEWHERE, quantized_tensors, swappable_tensors
 
 SAVED = ("attention_norm", "heads", "attended", "middle", "ffn_norm", "gate", "up", "function", "inner")
@@ -76,9 +77,9 @@ def graph(job: Job, *, routed: bool) -> dict[str, Tensor]:
     norms = [place for place in places["norm"] if ops[place].saved == ops[places["norm"][0]].saved]
     add("attention_norm", stream, (places["norm"][0], 1.0))
     if alone and m.attention != "latent" and not m.qk_norm and not 0 < m.sliding_window < job.seq_len:
-        rotated = [(place, 1.0) for name in ("rotary", "heads apart") for place in places.get(name, ())]
+        rotated = [(place, 1.0) for name in ("rotary", "alibi", "heads apart") for place in places.get(name, ())]
         core = [(place, 1.0) for place, op in enumerate(ops) if op.core]
-        add("heads", width * (m.heads + 2 * m.kv_heads) * m.head_dim, (places["qkv"][0], 1.0), *rotated)
+        add("heads", width * _heads(m, m.heads, m.kv_heads), (places["qkv"][0], 1.0), *rotated)
         add("attended", width * m.heads * m.head_dim, *core)
         if not m.parallel_block:
             add("middle", stream, (places["out"][0], 1.0), (places["residual"][0], 1.0))
@@ -100,6 +101,11 @@ def graph(job: Job, *, routed: bool) -> dict[str, Tensor]:
     return found
 
 
+def _heads(m: ModelConfig, queries: float, keys: float) -> float:
+    """Elements of a token's queries, keys and values, of so many heads."""
+    return (queries + keys) * m.key_dim + keys * m.head_dim
+
+
 def leaving(job: Job, *, routed: bool) -> dict[str, float]:
     """Bytes of the tensors of a layer that wait elsewhere where all do that may: also those that other ranks would have to help
     recompute, since they come back as they were."""
@@ -108,7 +114,7 @@ def leaving(job: Job, *, routed: bool) -> dict[str, float]:
     heads = m.heads / lay.tensor, max(1.0, m.kv_heads / lay.tensor)
     sizes: dict[str, Number] = dict.fromkeys(("attention_norm", "middle", "ffn_norm"), stream)
     sizes |= dict.fromkeys(("gate", "up", "function", "inner"), inner)
-    sizes |= {"heads": width * (heads[0] + 2 * heads[1]) * m.head_dim, "attended": width * heads[0] * m.head_dim}
+    sizes |= {"heads": width * _heads(m, *heads), "attended": width * heads[0] * m.head_dim}
     quantized = quantized_tensors(
         routed=routed, parallel_block=m.parallel_block, gated=m.gated, activation=m.activation
     )

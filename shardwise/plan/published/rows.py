@@ -77,6 +77,9 @@ def model_of(row: Row) -> ModelConfig:
         tied_embeddings=bool(m.get("tied_embeddings")),
         parallel_block=bool(m.get("parallel_block")),
     )
+    name = m.get("name") or ""
+    if gpt and name.startswith("BLOOM"):  # Le Scao et al. 2022, section 3.2; what was tried before had no ALiBi yet
+        keys |= dict(embedding_norm=True, position="alibi" if name == "BLOOM-176B" else "learned")
     if isinstance(m.get("sliding_window"), int):
         keys["sliding_window"] = m["sliding_window"]
     if m.get("kv_lora_rank"):
@@ -97,7 +100,7 @@ def model_of(row: Row) -> ModelConfig:
             dense_layers=m.get("dense_layers") or 0,
             shared_experts=shared,
         )
-        groups = next((g for name, g in GROUPED.items() if name in (m.get("name") or "")), None)
+        groups = next((g for of, g in GROUPED.items() if of in name), None)
         if groups and m["experts"] % groups[0] == 0 and m["topk"] <= groups[1] * (m["experts"] // groups[0]):
             keys |= dict(router_groups=groups[0], router_top_groups=groups[1])
     return derive_model(ModelConfig(**keys), m["seq"])

@@ -46,7 +46,7 @@ def token_elements(model: ModelConfig, tensor: int = 1) -> int:
     """Numbers that one layer keeps of a token on a rank."""
     if model.attention == "latent":
         return model.kv_rank + model.rope_dim
-    return 2 * max(1, model.kv_heads // tensor) * model.head_dim
+    return max(1, model.kv_heads // tensor) * (model.key_dim + model.head_dim)
 
 
 def kv_dtype(run: Run) -> str:
@@ -88,7 +88,7 @@ def activation_bytes(run: Run, stage: int = 0, packed: bool = False) -> int:
     that is unpacked to be multiplied."""
     model, serve, layout = run.model, run.serve, run.layout
     tokens, each, tensor = serve.max_step_tokens, BYTES[run.train.dtype], layout.tensor
-    wide = max(2 * model.ffn, model.heads * model.head_dim + token_elements(model))
+    wide = max(2 * model.ffn, model.heads * model.key_dim + token_elements(model))
     if model.experts:
         wide = max(wide, model.experts_per_token * (model.hidden + 2 * model.expert_ffn))
     layer = tokens * (3 * model.hidden + 1.5 * wide / tensor) * each

@@ -12,6 +12,7 @@ of `model/` save, for n rows; w is the width of the arithmetic, W that of high p
                  length, both in high precision, and n W
     layer norm   input, means and deviations: 2 n w
     rope         cosines and sines, once for all layers
+    alibi        nothing; a layer that is recomputed the elements of queries and keys, once for all layers
     attention    queries, keys, values, output and the log-sum-exp of each row; where PyTorch has no fused kernel queries,
                  keys, values in high precision, and the whole matrix of scores; a mask of its own in each layer where
                  there is a window, unless varlen attention takes the window (CUDA, 16 bits)
@@ -112,11 +113,17 @@ def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved
     if stage.first and run.layout.tensor > 1 and not run.adapter.used:
         tape.save_new("embedding rows", planned.tokens, INTEGER)
         tape.save_new("embedding known", planned.tokens, 1)
+    if m.embedding_norm and stage.first and not run.adapter.used:
+        tape.parameters = {p.entry.name: p for p in planned.outer_parameters(stage)}
+        norm(tape, tape.make("embedded", planned.local_tokens * m.hidden), "embed_norm", planned.local_tokens)
     if m.position == "learned" and m.position_offset and stage.first and not run.adapter.used:
         tape.save_new("positions", run.train.seq_len // run.layout.context, INTEGER)
     if m.position == "rotary" and stage.layers:
         width = m.rope_dim if m.attention == "latent" else m.head_dim
         tape.save_new("rope", 2 * run.train.seq_len // run.layout.context * width, planned.high_width)
+    if m.position == "alibi" and any("block" in parts for parts in recomputed_parts(planned, stage).values()):
+        heads, each = m.heads // run.layout.tensor, m.key_dim - m.head_dim
+        tape.save_new("alibi", (heads + run.train.seq_len // run.layout.context) * each)
     windowed = 0 < m.sliding_window < run.train.seq_len
     if stage.layers and windowed and run.layout.context > 1 and run.layout.context_method != "ulysses":
         tape.save_new("bounds", run.train.seq_len, INDEX)

@@ -122,8 +122,13 @@ def _grouped(tape: Tape, x: str) -> Heads:
         made = linear(tape, x, f"attention.{name}", edge=name == "q")
         if m.qk_norm:
             made = norm(tape, made, f"attention.{name}_norm", tokens * count)
-        if m.position == "rotary":
-            made = tape.make(f"{name} with rope", tokens * count * m.head_dim)
+        if m.position == "alibi" and count == 1 and f"{tape.prefix}gradient of attention.{name}" in tape.deferred:
+            # The gradient of the only head is a view of that with the elements of its position.
+            tape.deferred[f"{tape.prefix}gradient of attention.{name}"] += (
+                tokens * (m.key_dim - m.head_dim) * tape.planned.width
+            )
+        if m.position != "learned":
+            made = tape.make(f"{name} with position", tokens * count * m.key_dim)
         projected.append(made)
     v = linear(tape, x, "attention.v")
     for head in (*projected, v):
@@ -131,10 +136,10 @@ def _grouped(tape: Tape, x: str) -> Heads:
     lay, train = tape.planned.run.layout, tape.planned.run.train
     gathers = tape.planned.size("context") > 1 and lay.context_method == "gather" and train.fp8 != "tensorwise"
     gradient = f"{tape.prefix}gradient of attention.v"
-    if gathers and keys == 1 and (m.qk_norm or m.position == "rotary") and gradient in tape.deferred:
+    if gathers and keys == 1 and (m.qk_norm or m.position != "learned") and gradient in tape.deferred:
         # The gradient of one head's values is a view of that of its keys and values; a magnitude behind them makes another.
         tape.deferred[gradient] *= 2
-    return Heads(queries, keys, m.head_dim, m.head_dim, projected[0], projected[1], v)
+    return Heads(queries, keys, m.key_dim, m.head_dim, projected[0], projected[1], v)
 
 
 def _latent(tape: Tape, x: str) -> Heads:

@@ -316,7 +316,7 @@ def context(wire: Wire, core: Times, block: Times) -> None:
     c, t = planned.size("context"), planned.size("tensor")
     heads = m.heads // t
     kv_heads = heads if m.attention == "latent" else max(1, m.kv_heads // t)
-    each = planned.tokens * (m.head_dim + m.value_dim) * planned.width
+    each = planned.tokens * (m.key_dim + m.value_dim) * planned.width
     match planned.run.layout.context_method:
         case "ring":
             wire.send("context", kv_heads * each, core.forward * (c - 1))
@@ -327,7 +327,7 @@ def context(wire: Wire, core: Times, block: Times) -> None:
             wire.reduce_scatter("context", kv_heads * each, core.backward)
         case "ulysses":
             dealt = kv_heads if kv_heads % c == 0 else heads
-            queries = planned.tokens * heads * m.head_dim * planned.width
+            queries = planned.tokens * heads * m.key_dim * planned.width
             outputs = planned.tokens * heads * m.value_dim * planned.width
             wire.all_to_all("context", queries + dealt * each, core.forward + core.backward, messages=3)
             # The last thing that attention does: recomputation of attention alone ends before.

@@ -152,7 +152,7 @@ def _attention(planned: PlannedRank) -> GemmFlops:
         pairs = visible_pairs(m.sliding_window, train.seq_len, range(train.seq_len)) / lay.context
     else:
         pairs = float(sum(visible_pairs(m.sliding_window, train.seq_len, part) for part in chunks(planned)))
-    flops = 2.0 * train.microbatch * pairs * (m.heads // lay.tensor) * (m.head_dim + m.value_dim)
+    flops = 2.0 * train.microbatch * pairs * (m.heads // lay.tensor) * (m.key_dim + m.value_dim)
     return GemmFlops("attention", flops, ATTENTION, weight=False)
 
 

@@ -156,6 +156,8 @@ def _model_rules(run: Run) -> Iterator[Rule]:
         other = m.position != "rotary" or m.qk_norm or m.bias != "none"
         yield Rule(other, "model.attention", ("model.position", "model.qk_norm", "model.bias"),
                    lambda: 'latent attention goes with position = "rotary", bias = "none" and no qk_norm')
+    yield Rule(m.position == "alibi" and run.serve.kv_dtype == "fp8", "serve.kv_dtype", ("model.position",),
+               lambda: "8 bits can't hold the positions that ALiBi keeps with the keys; use auto")
     if m.experts:
         yield from _expert_rules(run)
     else:
