@@ -90,7 +90,8 @@ class Router(nn.Module):
             weights = weights / (self.total(weights) + 1e-20)
         if c.expert_capacity:
             weights = weights * self.within_capacity(chosen)
-        counts = torch.zeros_like(scores).scatter_(-1, chosen, 1.0).sum(dim=1)
+        # In float32, whatever the scores are: PyTorch 2.11 compiles this for a GPU as a comparison that gives float32.
+        counts = torch.zeros_like(scores, dtype=torch.float32).scatter_(-1, chosen, 1.0).sum(dim=1).to(scores.dtype)
         if self.counting and self.training:
             self.load += counts.sum(dim=0).to(self.load.dtype)
         counts, probabilities, length = self.over_sequence(counts, probabilities.sum(dim=1), x.shape[1])
