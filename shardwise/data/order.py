@@ -21,7 +21,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = 2**64 - 1
 
 
-def _scramble(x: Words) -> Words:
+def mix64(x: Words) -> Words:
     """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit moves about half of the
     output bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -34,7 +34,7 @@ def key_of(*parts: ArrayLike) -> Words:
     key: Words = np.zeros(1, dtype=np.uint64)
     for part in parts:
         words = np.atleast_1d(np.asarray(part)).astype(np.uint64)
-        key = _scramble((key ^ words) + np.uint64(_GOLDEN))
+        key = mix64((key ^ words) + np.uint64(_GOLDEN))
     return key
 
 
@@ -66,9 +66,9 @@ def permute(index: ArrayLike, n: int, key: ArrayLike) -> Ints:
         for step in range(_ROUNDS):
             round_keys = walking_keys + np.uint64((step + 1) * _GOLDEN & _WORD)
             if step % 2:
-                low = low ^ (_scramble(high ^ _scramble(round_keys)) & low_mask)
+                low = low ^ (mix64(high ^ mix64(round_keys)) & low_mask)
             else:
-                high = high ^ (_scramble(low ^ _scramble(round_keys)) & high_mask)
+                high = high ^ (mix64(low ^ mix64(round_keys)) & high_mask)
         x[outside] = (high << low_bits) | low
         outside = outside[x[outside] >= np.uint64(n)]
     return x.astype(np.int64).reshape(start.shape)

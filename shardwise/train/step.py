@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.data.batches import IGNORE_INDEX, Batch
+from shardwise.data.order import mix64
 from shardwise.model.device import choose_device
 from shardwise.model.moe.layer import Router
-from shardwise.model.normal import mix64
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.apply import apply
 from shardwise.parallel.asynchronous import AsynchronousPipeline
@@ -304,7 +304,7 @@ class TrainState:
         first = (replica * self.run.layout.data_ranks + self.mesh.data_index) * rows
         places = np.arange(first * length, (first + rows) * length).reshape(rows, length)
         step = np.random.default_rng((self.run.train.seed, self.step)).integers(-(2**62), 2**62)
-        return mix64(mix64(torch.from_numpy(places)) ^ int(step)).numpy()
+        return mix64(mix64(places.astype(np.uint64)) ^ np.int64(step).astype(np.uint64)).view(np.int64)
 
     def _over_data(self, count: float) -> float:
         """A count of this rank's samples, added over all data ranks."""

@@ -24,6 +24,7 @@ from shardwise.ledger import Work
 from shardwise.measure.counts.rounds import microbatches_to_run
 from shardwise.measure.verify import TOLERANCE, Verdict, verify_dry
 from shardwise.model.moe import layer as moe
+from shardwise.model.quantized.nf4 import dequantize, quantize
 from shardwise.parallel import expert
 from shardwise.plan.trainer.tape import Tape
 from shardwise.run import Run, UserError
@@ -68,6 +69,18 @@ def test_dry_ranks_are_as_planned(model: str, layout: Layout) -> None:
     batch = (4 if layout.get("pipeline", 1) > 1 else 2) * layout.get("shard", 1)
     run = cases.make_run(model, layout, **cases.layers_for(layout), global_batch=batch, microbatch=1)
     check(verify_dry(run, run.layout.world - 1), run)
+
+
+@pytest.mark.parametrize("adapter", [name for name in cases.ADAPTERS if name])
+@pytest.mark.parametrize("layout", [dict(shard=4, expert=2, recompute="full"), dict(tensor=2, pipeline=2)], ids=str)
+@pytest.mark.drawn(2)
+def test_dry_ranks_with_adapters_are_as_planned(layout: Layout, adapter: str) -> None:
+    """Matrices of 4 bits have no values there; what is quantized afterwards in this process has."""
+    model = "wide mixture" if adapter.startswith("qlora") else "mixture"
+    sizes = dict(layers=2, global_batch=2 * layout.get("shard", 1), microbatch=1)
+    run = cases.make_run(model, layout, **sizes, adapter=adapter, optimizer="adamw")
+    check(verify_dry(run, run.layout.world - 1), run)
+    assert dequantize(*quantize(torch.ones(2, 64)), 0, 1, torch.float32).tolist() == [[1.0] * 64] * 2
 
 
 @pytest.mark.parametrize("layout", [dict(recompute="full", shard=2), dict(tensor=2)], ids=str)

@@ -11,11 +11,13 @@ A GEMM makes the matrix of 16 bits for as long as it multiplies, and once more i
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -45,6 +47,26 @@ class Quantized(NamedTuple):
     scales: Tensor
 
 
+def _tree() -> tuple[float, ...]:
+    """The 256 values of the dynamic tree, in order: each decade from 1e-6 to 1 has twice as many steps as the one below, of both
+    signs; besides there are 0 and 1. In float32, as `torch.linspace` counts from both ends, rounding once; but without a tensor: a
+    dry run has none with values."""
+    values = [0.0, 1.0]
+    for steps in range(7):
+        count = 2**steps
+        low, step = float(np.float32(0.1)), float((np.float32(1) - np.float32(0.1)) / np.float32(count))
+        half = (count + 1) // 2
+        exact = [low + step * n for n in range(half)] + [1 - step * (count - n) for n in range(half, count + 1)]
+        ends = [np.float32(each) for each in exact]
+        for first, last in itertools.pairwise(ends):
+            middle = float(np.float32(10.0 ** (steps - 6)) * ((first + last) / np.float32(2)))
+            values += [middle, -middle]
+    return tuple(sorted(values))
+
+
+TREE = _tree()
+
+
 @cache
 def nf4_values(device: torch.device) -> Tensor:
     """The 16 values on a device."""
@@ -53,19 +75,16 @@ def nf4_values(device: torch.device) -> Tensor:
 
 @cache
 def tree_values(device: torch.device) -> Tensor:
-    """The 256 values of the dynamic tree, in order: each decade from 1e-6 to 1 has twice as many steps as the one below, of both
-    signs; besides there are 0 and 1."""
-    values = [0.0, 1.0]
-    for steps in range(7):
-        ends = torch.linspace(0.1, 1, 2**steps + 1)
-        middles = (10.0 ** (steps - 6)) * ((ends[:-1] + ends[1:]) / 2)
-        values += [*middles.tolist(), *(-middles).tolist()]
-    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
+    """Those of the dynamic tree."""
+    return torch.tensor(TREE, dtype=torch.float32, device=device)
 
 
-def nearest(x: Tensor, values: Tensor) -> Tensor:
+def nearest(x: Tensor, values: tuple[float, ...]) -> Tensor:
     """The index of the nearest of some ordered values."""
-    middles = (values[:-1] + values[1:]) / 2
+    ends = torch.tensor(
+        values, dtype=torch.float32, device=x.device
+    )  # not those of the cache: in a dry run they have no values
+    middles = (ends[:-1] + ends[1:]) / 2
     return torch.bucketize(x, middles, out_int32=True).to(torch.uint8)
 
 
@@ -77,7 +96,7 @@ def quantize(matrix: Tensor, double: bool = True) -> Quantized:
     rows, columns = matrix.shape
     blocks = matrix.float().reshape(-1, BLOCK)
     absmax = blocks.abs().amax(dim=1)
-    codes = nearest(blocks / absmax.clamp(min=torch.finfo(torch.float32).tiny)[:, None], nf4_values(matrix.device))
+    codes = nearest(blocks / absmax.clamp(min=torch.finfo(torch.float32).tiny)[:, None], NF4)
     codes = codes.view(-1, 2)
     packed = ((codes[:, 0] << 4) | codes[:, 1]).view(rows, columns // 2)
     if not double:
@@ -85,7 +104,7 @@ def quantize(matrix: Tensor, double: bool = True) -> Quantized:
     mean = absmax.mean()
     padded = torch.nn.functional.pad(absmax - mean, (0, -len(absmax) % SCALES)).view(-1, SCALES)
     scales = padded.abs().amax(dim=1)
-    of_tree = nearest(padded / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None], tree_values(matrix.device))
+    of_tree = nearest(padded / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None], TREE)
     of_tree = of_tree.flatten()[: len(absmax)].view(rows, columns // BLOCK)
     return Quantized(packed, of_tree, torch.cat((scales, mean[None])))
 
