@@ -39,7 +39,7 @@ from shardwise.parallel.collectives import Group
 from shardwise.parallel.compress.sharded import QuantizedAllGather, QuantizedReduceScatter
 from shardwise.parallel.fp8_all_gather import Scales, enable_fp8_all_gather
 from shardwise.parallel.mesh import Mesh
-from shardwise.run import Run
+from shardwise.run import Problem, Run, UserError
 from shardwise.run.derive import shard_dim
 from shardwise.torch_private import keep_secondary_shards, reduce_sharded_gradients
 
@@ -110,6 +110,7 @@ class Sharder:
     def _shard(
         self, module: nn.Module, axis: str, ignored: set[nn.Parameter] | None = None, keep: bool = False
     ) -> None:
+        _check_integers(module)
         fully_shard(
             module,
             mesh=self.mesh.sharding(axis),
@@ -132,6 +133,13 @@ class Sharder:
     def _along(self, experts: nn.Parameter) -> Shard:
         """How the matrices of experts are cut."""
         return Shard(shard_dim(experts.shape, self.mesh.size("expert_shard")))
+
+
+def _check_integers(module: nn.Module) -> None:
+    """Raise a sentence where PyTorch is older than its mend of pytorch#177844."""
+    if torch.__version__ < (2, 13) and not all(each.is_floating_point() for each in module.parameters()):
+        problem = f"4-bit weights of several ranks need PyTorch 2.13: {torch.__version__} shards no integers"
+        raise UserError(Problem(problem, "adapter.kind"))
 
 
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.torch_version import TorchVersion
 
 from shardwise.model.layers import Linear
 from shardwise.model.quantized.nf4 import (
@@ -16,7 +18,8 @@ from shardwise.model.quantized.nf4 import (
     quantize_to_nf4,
     tree_values,
 )
-from shardwise.run import AdapterConfig
+from shardwise.parallel import shard
+from shardwise.run import AdapterConfig, UserError
 from shardwise.run.sections.adapter import NF4_BLOCK
 
 CPU = torch.device("cpu")
@@ -114,3 +117,13 @@ def test_a_layer_multiplies_with_what_it_keeps() -> None:
     (torch.nn.functional.linear(other, back, bias).square().sum()).backward()
     assert torch.allclose(x.grad, other.grad, rtol=1e-12)
     assert AdapterConfig("qlora").double_quantization
+
+
+def test_older_versions_of_pytorch_shard_no_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Module()
+    module.register_parameter("codes", nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False))
+    shard._check_integers(module)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    with pytest.raises(UserError, match="need PyTorch 2.13"):
+        shard._check_integers(module)
+    shard._check_integers(nn.Linear(1, 1))
