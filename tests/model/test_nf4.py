@@ -124,6 +124,6 @@ def test_older_versions_of_pytorch_shard_no_integers(monkeypatch: pytest.MonkeyP
     module.register_parameter("codes", nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False))
     shard._check_integers(module)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
-    with pytest.raises(UserError, match="need PyTorch 2.13"):
+    with pytest.raises(UserError, match=r"need PyTorch 2\.13"):
         shard._check_integers(module)
     shard._check_integers(nn.Linear(1, 1))
