@@ -85,8 +85,8 @@ class RankPool:
     def __init__(self) -> None:
         import torch
 
-        # A GPU's driver does not survive a fork once anything has asked for it, nor do autograd's threads of a build for GPUs, nor the
-        # system libraries of a Mac.
+        # A GPU's driver does not survive a fork once anything has asked for it, nor do autograd's threads of a build for GPUs,
+        # nor the system libraries of a Mac.
         self.forks = sys.platform == "linux" and torch.version.cuda is None
         self.context: Any = multiprocessing.get_context("forkserver" if self.forks else "spawn")
         if self.forks:
