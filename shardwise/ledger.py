@@ -25,6 +25,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send
 AXIS_OF = {
     "zero": "shard",
     "secondary": "shard",
+    "expert_secondary": "shard",
     "expert_shard": "shard",
     "sequence": "expert",
     "pipeline_back": "pipeline",

@@ -343,10 +343,8 @@ def gathered_tensors(group: Any) -> Iterator[Tensor]:
     """Whole parameters that a group has gathered from their shards, secondary shards, and the buffers of the all-gathers."""
     for parameter in group.fsdp_params:
         yield from parameter.all_gather_outputs
-        secondary = getattr(parameter, "_sharded_post_forward_param_data", None)
-        yield from () if secondary is None else (secondary,)
-        if getattr(parameter, "_unsharded_param", None) is not None:
-            yield parameter._unsharded_param
+        kept = (getattr(parameter, name, None) for name in ("_sharded_post_forward_param_data", "_unsharded_param"))
+        yield from (x for x in kept if x is not None)
     ahead = getattr(group.comm_ctx, "all_gather_state", None)  # there once a pass has run
     for result in (group._all_gather_result, ahead.all_gather_result if ahead is not None else None):
         yield from (x for x in tree_leaves(result and tuple(result)) if isinstance(x, Tensor))
@@ -372,6 +370,8 @@ class ShardedParameter(NamedTuple):
     """To be called once the shard has methods of its own for the all-gather: `fully_shard` looks for them."""
     allocate: Callable[[torch.device], Tensor]
     """Gives memory on a device, or on the host if it is offloaded, to a shard on the meta device, and returns it."""
+    memory: Callable[[], Tensor]
+    """All of the shard's memory, with padding: what is gathered."""
 
 
 def sharded_parameters(module: Any) -> Iterator[ShardedParameter]:
@@ -380,7 +380,8 @@ def sharded_parameters(module: Any) -> Iterator[ShardedParameter]:
     for parameter in group.fsdp_params if group is not None else ():
         info = parameter._module_info
         named = info.module, info.param_name, tuple(parameter._orig_size), parameter._sharded_local_tensor
-        yield ShardedParameter(*named, parameter._init_extensions, partial(_allocate_shard, parameter))
+        made = partial(_allocate_shard, parameter), partial(getattr, parameter, "_sharded_param_data")
+        yield ShardedParameter(*named, parameter._init_extensions, *made)
 
 
 def _allocate_shard(parameter: Any, device: torch.device) -> Tensor:

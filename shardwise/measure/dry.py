@@ -53,7 +53,8 @@ def dry_rank(run: Run, rank: int, watched: AbstractContextManager[Any] | None = 
             for axis in ("zero", "expert_shard"):
                 mesh.sharding(axis)
             if run.layout.secondary_shard > 1:
-                mesh.secondary()
+                for axis in ("zero", *(("expert_shard",) if run.layout.expert_secondary_shard > 1 else ())):
+                    mesh.secondary(axis)
         with fake_tensors():
             with watched or without_values():
                 train_state = TrainState(run, mesh)

@@ -141,7 +141,11 @@ def planned_seconds(run: Run, job: Job) -> Hold:
         if operation in ("recv", "broadcast"):
             return 0.0
         name = "pipeline" if group in PIPELINE_GROUPS else group
-        stride = group_span(run.layout, name)[1] if name in (*GROUPS, "secondary") and name != "world" else 1
+        stride = (
+            group_span(run.layout, name)[1]
+            if name in (*GROUPS, "secondary", "expert_secondary") and name != "world"
+            else 1
+        )
         whole = size * ranks if operation == "all_gather" else size
         return float(collective_seconds(job.cluster, operation, whole, ranks, stride))  # type: ignore[arg-type]
 

@@ -144,7 +144,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
     make = AsynchronousPipeline if layout.asynchronous and not frozen else Pipeline
     pipeline = make(stages, schedule, mesh, layout.zero, sharder.scales, observers, planned)
     pipeline.replaces_saved = layout.recompute == "optimal" or run.memory.replaces_saved
-    pipeline.swap = swap
+    pipeline.swap, pipeline.routed = swap, run.model.experts > 0
     if not frozen:
         _add_pipeline_groups(run, mesh, schedule)
     return Parallel(mesh, [stage.model for stage in stages.values()], pipeline, parameters)

@@ -4,6 +4,10 @@ A step runs all its forward passes here, and as many backward passes as the rank
 forward first, of the step before at the beginning. Weights are updated between two passes, as soon as a step's gradients are whole.
 Memory: the latest weights and some versions before them, each as large as the parameters. Traffic is that of 1F1B.
 
+Data ranks of a stage are equally far behind, so they update together, and add up gradients as in any pipeline. Versions are sharded
+as the parameters are (`shard.py`). Passes alternate between versions, so each gathers what it uses, whatever ZeRO's stage: as much
+traffic as with ZeRO-3.
+
 `drain` runs the backward passes that are left. It changes nothing of what is learned, since the version that a microbatch uses
 follows from its number, and is done before weights are looked at: for an evaluation, a checkpoint, the end.
 """
@@ -23,7 +27,9 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.p2p import irecv
 from shardwise.parallel.pipeline import P2PChannel, Pipeline
+from shardwise.parallel.shard import sharded_modules
 from shardwise.schedules import Action, Message, Schedule, version_of, versions_kept
+from shardwise.torch_private import local_shard, sharded_parameters
 
 
 class Stream(P2PChannel):
@@ -43,8 +49,10 @@ class Stream(P2PChannel):
 class Versions:
     """The weights of this rank, the latest and some before."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], models: Iterable[nn.Module]) -> None:
         self.parameters = parameters
+        modules = (m for model in models for m in sharded_modules(model))
+        self.sharded = {each.shard: each.memory for m in modules for each in sharded_parameters(m)}
         self.aliases: list[Tensor] = []
         """What the optimizer updates, in the memory of the parameters."""
         self.latest = 0
@@ -56,19 +64,33 @@ class Versions:
         """Put the latest by, as far as versions from `oldest` on are needed: an update follows, in memory of its own."""
         self.forget(oldest)
         if self.latest >= oldest:
-            self.before[self.latest] = [p.data for p in self.parameters]
-            self._point([p.detach().clone() for p in self.parameters])
+            self.before[self.latest] = self.now()
+            self._point([_copied(values) for values in self.before[self.latest]])
         self.latest += 1
 
     def forget(self, oldest: int) -> None:
         """Drop the versions before one."""
         self.before = {number: kept for number, kept in self.before.items() if number >= oldest}
 
-    def _point(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(self.parameters, values, strict=True):
-            parameter.data = value
-        for alias, value in zip(self.aliases, values, strict=True):
-            alias.data = value
+    def now(self) -> list[Tensor]:
+        """The weights that the network has, of this rank's shards."""
+        return [local_shard(p).data for p in self.parameters]
+
+    def copied(self) -> list[Tensor]:
+        """The same, in memory of their own."""
+        return [_copied(values) for values in self.now()]
+
+    def _use(self, weights: list[Tensor]) -> None:
+        for parameter, values in zip(self.parameters, weights, strict=True):
+            shard = local_shard(parameter)
+            if shard in self.sharded:
+                self.sharded[shard]().data = _whole(values)
+            shard.data = values
+
+    def _point(self, weights: list[Tensor]) -> None:
+        self._use(weights)
+        for alias, values in zip(self.aliases, weights, strict=True):
+            alias.data = values
 
     @contextlib.contextmanager
     def using(self, number: int) -> Iterator[None]:
@@ -76,18 +98,26 @@ class Versions:
         if number == self.latest:
             yield
             return
-        now = [p.data for p in self.parameters]
-        for parameter, value in zip(self.parameters, self.before[number], strict=True):
-            parameter.data = value
+        now = self.now()
+        self._use(self.before[number])
         try:
             yield
         finally:
-            for parameter, value in zip(self.parameters, now, strict=True):
-                parameter.data = value
+            self._use(now)
 
     def restart(self, latest: int, before: dict[int, list[Tensor]]) -> None:
         """Go on after so many updates, with these versions before the latest."""
         self.latest, self.before = latest, before
+
+
+def _copied(shard: Tensor) -> Tensor:
+    """A shard in memory of its own, with the padding that it is gathered with."""
+    return _whole(shard).clone().as_strided(shard.shape, shard.stride(), shard.storage_offset())
+
+
+def _whole(shard: Tensor) -> Tensor:
+    """All that is in the memory of a shard."""
+    return shard.as_strided((shard.untyped_storage().nbytes() // shard.element_size(),), (1,), 0)
 
 
 class AsynchronousPipeline(Pipeline):
@@ -165,12 +195,13 @@ class AsynchronousPipeline(Pipeline):
         if self.used:
             self.clear()
             self.used = False
-        self._do("B", number)
+        last = number % self.schedule.microbatches == self.schedule.microbatches - 1
+        self._do("B", number, last)
         del self.microbatches[number]
-        if number % self.schedule.microbatches == self.schedule.microbatches - 1:
+        if last:
             self._do("U", number)
 
-    def _do(self, kind: Any, number: int) -> None:
+    def _do(self, kind: Any, number: int, last: bool = False) -> None:
         (stage,) = self.stages
         start = time.perf_counter()
         listed = Action(kind, stage, number % self.schedule.microbatches)
@@ -182,6 +213,6 @@ class AsynchronousPipeline(Pipeline):
                 self.used = True
             else:
                 with self.versions.using(self.version(number)):
-                    self._execute(Action(kind, stage, number), last=False)
+                    self._execute(Action(kind, stage, number), last)
         self.executed.append(listed)
         self.times.append((start, time.perf_counter()))

@@ -33,7 +33,7 @@ class Mesh:
         if layout.sync_every > 1:
             self.add_group("replica", self.coordinates.replica_members())
         if layout.secondary_shard > 1:
-            for name in ("secondary", "between_secondary"):
+            for name in ("secondary", "between_secondary", *(("expert_secondary",) if layout.expert > 1 else ())):
                 self.add_group(name, self.coordinates.members(name))
 
     def add_group(self, name: str, members: list[int]) -> None:
@@ -87,9 +87,10 @@ class Mesh:
             )
         return self._meshes[names]
 
-    def secondary(self) -> DeviceMesh:
-        """The device mesh for secondary shards: groups of them x ranks of a group."""
-        names = ("between_secondary", "secondary")
+    def secondary(self, axis: str) -> DeviceMesh:
+        """The device mesh for secondary shards of what is sharded over an axis: groups of them x ranks of a group."""
+        alike = axis == "zero" or self.layout.expert == 1
+        names = ("between_secondary", "secondary" if alike else "expert_secondary")
         if names not in self._meshes:
             rows = [RankCoordinates(self.layout, rank).members(names[1]) for rank in self.coordinates.members(names[0])]
             groups = [self._groups[name] or self._alone() for name in names]

@@ -171,6 +171,8 @@ class Pipeline:
     """Whether layers let some of what is saved be replaced."""
     swap: Swap | None = None
     """Where saved tensors wait that leave the device."""
+    routed = False
+    """Whether what is saved depends on how tokens are routed."""
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class Pipeline:
         self.scales = scales
         self._set_schedule(schedule)
         self.mesh = mesh
-        self.sync_every, self.shards_parameters = zero > 1, zero == 3
+        self.sync_every, self.shards_parameters = zero > 1, mesh.layout.gathers_each_pass
         self.waiting: tuple[Message, int] | None = None  # what this rank waits for, and the rank that owes it
         self.planned = planned
         self.handed_sizes: dict[Any, int] = {}  # of microbatches handed to a partner, as they were found
@@ -221,7 +223,8 @@ class Pipeline:
         self.channel = P2PChannel(schedule, self.mesh, like)
         self.local: dict[Message, Tensor] = {}
         hands = schedule.partners and factor is not None
-        self.handover = Handover(schedule, self.mesh, self.handed_sizes, self.planned, like.device) if hands else None
+        known = self.handed_sizes, self.planned, like.device, self.routed
+        self.handover = Handover(schedule, self.mesh, *known) if hands else None
         self.executed, self.times = [], []
         actions = schedule.ranks[self.mesh.index("pipeline")]
         remaining = Counter((a.stage, a.kind) for a in actions)
@@ -288,7 +291,7 @@ class Pipeline:
         elif stage is None:
             self.handover.give_back(key)
         elif action.kind == "L":
-            self.handover.load(key, batch)
+            self.handover.load(key)
         else:
             received = [] if self.schedule.is_first(action.stage) else [stage.inputs[action.microbatch]]
             stays = (*lasting(stage.model, stage.copies), *(x for x in batch.values() if isinstance(x, Tensor)))

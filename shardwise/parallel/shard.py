@@ -8,8 +8,9 @@ rank's parameters in the dtype they are gathered in, G in that they are reduced 
 - zero = 3: parameters too: all-gathered for every microbatch's forward and for its backward. Only what stands outside of the
   blocks stays gathered between the two where one follows the other at once, that is without a pipeline.
 - zero = 3 with secondary_shard = s (ZeRO++'s hpZ, Wang et al. 2023, section 3.2): of a block that was gathered for a forward pass
-  each rank keeps an s-th until the backward pass, P/s more bytes, which then gathers from the s ranks of its group: P(s-1)/s. Not
-  of experts.
+  each rank keeps an s-th until the next pass, P/s more bytes, which then gathers from the s ranks of its group: P(s-1)/s. In a
+  pipeline that may be another microbatch's; as many passes follow a forward pass there. Of experts, s/e ranks have the same ones;
+  where that is one, or where they are not cut along the first dimension, they are gathered from all.
 Parameters are gathered block by block. With replicas as well, each rank's shard of the gradients is all-reduced over them
 once a step: 2(r-1)/r of G/z. Routed experts likewise, with z / e ranks (`expert_shard`) in the place of z, and nothing padded
 where one of their dimensions divides: they are cut along the first that does, since a rank may hold fewer experts than there are
@@ -82,10 +83,15 @@ class Sharder:
             experts = set(block.ffn.experts.parameters())
             if _needed(self.mesh, "expert_shard"):
                 self._shard(block.ffn.experts, "expert_shard")
+                if all(self._along(p).dim == 0 for p in experts):
+                    self._keep_secondary(block.ffn.experts, "expert_shard", self.run.layout.expert_secondary_shard)
         if _needed(self.mesh, "zero"):
             self._shard(block, "zero", experts)
-            if self.run.layout.secondary_shard > 1 and not self.frozen:
-                keep_secondary_shards(block, self.mesh.secondary())
+            self._keep_secondary(block, "zero", self.run.layout.secondary_shard)
+
+    def _keep_secondary(self, module: nn.Module, axis: str, ranks: int) -> None:
+        if ranks > 1 and not self.frozen:
+            keep_secondary_shards(module, self.mesh.secondary(axis))
 
     def root(self, model: Transformer) -> None:
         """Shard what stands outside of the blocks, and set what is prefetched."""
@@ -100,6 +106,11 @@ class Sharder:
             for n, block in enumerate(blocks):
                 block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 1 + ahead])
                 block.set_modules_to_backward_prefetch(blocks[max(0, n - ahead) : n][::-1])
+        if self.run.layout.asynchronous:
+            # By itself a pass prefetches for the one that follows, which may use other weights.
+            for module, before in zip((*blocks, model), ([], *([block] for block in blocks)), strict=True):
+                assert isinstance(module, FSDPModule)
+                module.set_modules_to_backward_prefetch(before or [module])
 
     def fp8(self, model: Transformer) -> None:
         """Gather the matrices of fp8 GEMMs in fp8; the shards have memory by now."""
@@ -114,7 +125,7 @@ class Sharder:
         fully_shard(
             module,
             mesh=self.mesh.sharding(axis),
-            reshard_after_forward=(self.run.layout.zero == 3 or self.frozen) and not keep,
+            reshard_after_forward=(self.run.layout.gathers_each_pass or self.frozen) and not keep,
             mp_policy=self.policy,
             offload_policy=self.offload,
             ignored_params=ignored or None,
@@ -149,9 +160,8 @@ def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 def free_secondary_shards(model: Transformer) -> None:
     """Let blocks go that forward passes without a backward pass have left on secondary shards."""
-    for block in model.layers.values():
-        if isinstance(block, FSDPModule):
-            block.reshard()
+    for module in sharded_modules(model.layers):
+        module.reshard()
 
 
 def wrap_ddp(model: nn.Module, mesh: Mesh, reduce_dtype: torch.dtype | None) -> DistributedDataParallel:

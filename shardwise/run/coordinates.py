@@ -5,6 +5,7 @@ stride. Besides the axes there are groupings of them:
 - `zero` is shard x context: the ranks that parameters, gradients and optimizer state are sharded over. A context rank sees other
   tokens, so for parameters it is one more data rank.
 - `secondary` are neighbours among these, which ZeRO-3 gathers from in the backward pass; `between_secondary` has one of each.
+  `expert_secondary` are those of them with the same experts.
 - `expert` and `expert_shard` regroup the same ranks as expert_shard x expert, the experts innermost.
 - `sequence` is context x tensor, the ranks that hold parts of one sequence; `world` is all of them, `replica` those of one replica
   (which are no stride apart where there is a pipeline: `replica_members`).
@@ -34,6 +35,8 @@ def group_span(layout: LayoutConfig, group: str) -> tuple[Any, Any]:
             return lay.shard * lay.context, lay.tensor
         case "secondary":
             return lay.secondary_shard, lay.tensor
+        case "expert_secondary":
+            return lay.expert_secondary_shard, lay.tensor * lay.expert
         case "between_secondary":
             return lay.shard * lay.context // lay.secondary_shard, lay.tensor * lay.secondary_shard
         case "expert":

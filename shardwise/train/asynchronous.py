@@ -21,7 +21,7 @@ from shardwise.parallel.gradients import reduce_partial_gradients
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
 from shardwise.run import Run
-from shardwise.torch_private import preserved_versions
+from shardwise.torch_private import local_shard, preserved_versions
 from shardwise.train.batches.microbatches import on_device
 from shardwise.train.objectives.objective import TrainObjective
 from shardwise.train.optimizers.optimizer import Optimizer
@@ -84,7 +84,7 @@ class Updates:
     def __init__(self, state: TrainState, pipeline: AsynchronousPipeline) -> None:
         self.learned = [h for h in state.parallel.parameters if not h.entry.frozen]
         self.state, self.pipeline = state, pipeline
-        self.versions = Versions([h.parameter for h in self.learned])
+        self.versions = Versions([h.parameter for h in self.learned], state.parallel.models)
         shards = zip(state.optimizer.shards, state.parallel.parameters, strict=True)
         self.versions.aliases = [shard for shard, h in shards if not h.entry.frozen]
         self.due: deque[tuple[int, Callable[[], Tensor]]] = deque()  # steps to update in, with their counts
@@ -99,16 +99,17 @@ class Updates:
         factor = state.objective.full_count / counted()[0].clamp(min=1)
         with state.observers.phase("clip"):
             self.square = state.optimizer.squared_norm(state.device) * factor**2
-        with state.observers.phase("optimizer"), preserved_versions(tuple(self.versions.parameters)):
+        # Autograd keeps parameters that are not sharded for the passes underway, which use them as they were.
+        saved = tuple(p for p in self.versions.parameters if local_shard(p) is p)
+        with state.observers.phase("optimizer"), preserved_versions(saved):
             state.optimizer.step(step, factor)
 
     def restart(self) -> None:
         """Go on from where the train state is; without earlier versions these are what the weights are now."""
         step = self.state.step
         self.pipeline.restart(step)
-        now = [p.detach() for p in self.versions.parameters]
         oldest = self.pipeline.version(step * self.pipeline.schedule.microbatches)
-        self.versions.restart(step, {n: [p.clone() for p in now] for n in range(oldest, step)})
+        self.versions.restart(step, {n: self.versions.copied() for n in range(oldest, step)})
 
 
 def train_step(state: TrainState, batch: Batch, stop: bool) -> StepResult:

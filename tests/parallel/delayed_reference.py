@@ -34,13 +34,14 @@ def trained(run: Run, one: Run, steps: int) -> tuple[list[float], dict[str, np.n
         history.append([{name: whole[name].clone() for name, _ in stage.named_parameters()}])
     moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     losses = []
-    m, number = run.accumulation, 0
+    m = run.accumulation
     for t in range(steps):
         batch = cases.batch(t, True, run.train.global_batch)
         state.objective.begin()
         tokens, total = float(state.objective.count(batch)), 0.0
         sums: list[dict[str, torch.Tensor]] = [{} for _ in stages]
-        for each in state.microbatches(batch):
+        for n, each in enumerate(state.microbatches(batch)):
+            number = t * m + n % m  # each data rank has m of them, one rank's behind the other's
             used = [history[s][_version(run, s, number, m)] for s in range(count)]
             loss = _loss(stages, used, each, state)
             total += loss.item()
@@ -50,7 +51,6 @@ def trained(run: Run, one: Run, steps: int) -> tuple[list[float], dict[str, np.n
                     assert p.grad is not None
                     sums[s][name] = sums[s].get(name, torch.zeros_like(p)) + p.grad
                     p.grad = None
-            number += 1
         losses.append(total / tokens)
         rate = run.train.lr * learning_rate_factor(run.train, t + 1)
         for s in range(count):

@@ -205,16 +205,20 @@ SMALL_EDGES: list[Drawn] = [
     ("dense", dict(context=2), dict(objective="reward", adapter="lora")),  # whose head of scores is learned beside
     ("tied", dict(pipeline=4, schedule="bpipe"), dict(global_batch=6, microbatch=1)),  # with enough ranks to even out
     ("tied", dict(pipeline=4, schedule="dualpipe"), dict(microbatch=1)),  # with ranks between the ends
+    ("mixture", dict(pipeline=4, schedule="bpipe"), dict(global_batch=5, microbatch=1)),
     ("mixture", dict(shard=4, expert=2, secondary_shard=2), dict(microbatch=1)),  # experts are gathered from all
+    ("mixture", dict(shard=4, secondary_shard=2, pipeline=2), dict(microbatch=1)),  # experts are not
 ]  # fmt: skip
 """What the covering array does not draw, one of each kind."""
-NO_EXPERTS = ("bpipe",)
-"""Schedules that do not take models with experts."""
 BPIPE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (dict(tensor=2), {}), (dict(shard=2, recompute="full"), {}), (dict(context=2, zero=1), {}), (dict(replicate=2, zero=2), {}),
     (dict(recompute="attention"), LOW_PRECISION), (dict(tensor=2, recompute="attention"), dict(adapter="lora")),
 ]  # fmt: skip
 """What BPipe hands over, with other axes beside."""
+BPIPE_EXPERTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}), (dict(zero=1), LOW_PRECISION), (dict(shard=1, tensor=2, expert=1), {}), (dict(recompute="attention"), {}),
+]  # fmt: skip
+"""What it hands over of experts, whose tokens are not as many in every microbatch."""
 DUALPIPE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (dict(tensor=2), {}), (dict(shard=2, zero=1), dict(optimizer="muon")), (dict(shard=2, zero=2, expert=2), LOW_PRECISION),
     (dict(context=2, recompute="full"), {}), (dict(replicate=2), {}), (dict(tensor=2), dict(objective="kto")),
@@ -225,6 +229,10 @@ SECONDARY: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (dict(shard=4), LOW_PRECISION), (dict(shard=2, context=2, recompute="full"), {}), (dict(shard=4, tensor=2), {}),
     (dict(shard=4, replicate=2, prefetch=2), dict(layers=4)), (dict(shard=6, secondary_shard=3), dict(global_batch=12)),
     (dict(shard=4), dict(objective="kto")), (dict(context=4), dict(adapter="lora")), (dict(shard=4), dict(optimizer="muon")),
+    (dict(shard=4, pipeline=2), dict(layers=6)), (dict(shard=4, pipeline=2, schedule="zb-v"), LOW_PRECISION | dict(layers=8)),
+    (dict(shard=2, context=2, pipeline=2, schedule="interleaved"), dict(layers=8)),
+    (dict(shard=4, pipeline=2, schedule="dualpipe", recompute="full"), dict(layers=6, objective="dpo")),
+    (dict(shard=4, pipeline=2, schedule="gpipe", prefetch=2), dict(layers=6)),
 ]  # fmt: skip
 """Secondary shards, with other axes beside."""
 FEWER_EXPERTS_THAN_RANKS: list[Drawn] = [
@@ -316,6 +324,9 @@ LARGE_EDGES: list[Drawn] = [
     ("tied", dict(shard=2, pipeline=2, schedule="interleaved", stages=(0, 2, 2, 0)), {}),
     # Replicas and shards.
     *[("dense", dict(secondary_shard=2) | axes, dict(global_batch=16, microbatch=1) | more) for axes, more in SECONDARY],
+    ("mixture", dict(shard=8, expert=2, secondary_shard=4), dict(global_batch=8)),
+    ("mixture", dict(shard=8, expert=2, secondary_shard=4, recompute="full"), dict(global_batch=16, microbatch=1) | LOW_PRECISION),
+    ("few", dict(shard=4, secondary_shard=2), {}),  # which are not cut along the first dimension
     ("dense", dict(replicate=2, shard=2, zero=2), dict(dtype="float32")),
     ("dense", dict(replicate=4), {}),
     ("dense", dict(replicate=4), LOW_PRECISION | dict(reduce_dtype="bfloat16")),
@@ -359,7 +370,9 @@ LARGE_EDGES: list[Drawn] = [
     # Pipeline: each schedule with more stages and microbatches, and with fewer microbatches than stages.
     *[("dense", dict(pipeline=2, schedule=schedule), dict(layers=8, microbatch=1)) for schedule in cases.SCHEDULES],
     *[("mixture", dict(pipeline=2, shard=2, expert=2, recompute="full", schedule=schedule), dict(microbatch=1))
-      for schedule in cases.SCHEDULES if schedule not in NO_EXPERTS],
+      for schedule in cases.SCHEDULES],
+    *[("mixture", dict(pipeline=4, schedule="bpipe", shard=2, expert=2) | axes, dict(global_batch=12, microbatch=1) | more)
+      for axes, more in BPIPE_EXPERTS],
     *[("dense", dict(pipeline=4, schedule="bpipe") | axes, dict(global_batch=12, microbatch=1) | more) for axes, more in BPIPE],
     *[("dense", dict(pipeline=2, schedule=schedule), dict(global_batch=batch, microbatch=1))
       for schedule in cases.SCHEDULES for batch in ((2, 4, 6) if schedule in BIDIRECTIONAL else (1, 3, 5))],

@@ -26,6 +26,8 @@ LARGE = pytest.mark.large(
 RUNS: list[Any] = [
     ("dense", dict(pipeline=2, schedule="pipedream"), dict(global_batch=1, microbatch=1)),
     ("dense", dict(pipeline=2, schedule="pipedream-2bw"), dict(global_batch=4, microbatch=2)),
+    ("dense", dict(pipeline=2, replicate=2, schedule="pipedream"), dict(global_batch=4, microbatch=1)),
+    ("dense", dict(pipeline=2, shard=2, schedule="pipedream-2bw"), dict(global_batch=4, microbatch=1)),
     *(pytest.param(model, layout, train, marks=LARGE) for model, layout, train in [
         ("dense", dict(pipeline=4, schedule="pipedream"), dict(global_batch=1, microbatch=1)),
         ("dense", dict(pipeline=4, schedule="pipedream"), dict(global_batch=2, microbatch=1)),
@@ -34,6 +36,13 @@ RUNS: list[Any] = [
         ("latent", dict(pipeline=2, tensor=2, schedule="pipedream-2bw"), dict(global_batch=6, microbatch=1)),
         ("parallel", dict(pipeline=2, tensor=2, schedule="pipedream"), dict(global_batch=3, microbatch=1)),
         ("dense", dict(pipeline=3, schedule="pipedream-2bw", recompute="attention"), dict(global_batch=9, microbatch=1)),
+        ("dense", dict(pipeline=2, shard=3, zero=1, schedule="pipedream"), dict(global_batch=9, microbatch=1)),
+        ("dense", dict(pipeline=3, shard=2, zero=2, schedule="pipedream"), dict(global_batch=4, microbatch=1, layers=7)),
+        ("dense", dict(pipeline=3, shard=2, prefetch=2, schedule="pipedream"), dict(global_batch=8, microbatch=1, layers=9)),
+        ("dense", dict(pipeline=2, replicate=2, shard=2, schedule="pipedream-2bw"), dict(global_batch=8, microbatch=1)),
+        ("latent", dict(pipeline=2, context=2, schedule="pipedream"), dict(global_batch=3, microbatch=1)),
+        ("dense", dict(pipeline=2, replicate=2, tensor=2, schedule="pipedream-2bw"), dict(global_batch=4, microbatch=1)),
+        ("dense", dict(pipeline=2, shard=2, compress_weights="int8", schedule="pipedream"), dict(global_batch=4, microbatch=1)),
     ]),
 ]  # fmt: skip
 
@@ -109,7 +118,8 @@ def test_versions_are_those_of_the_papers() -> None:
     ("layout", "train", "words"),
     [
         (dict(schedule="pipedream"), dict(clip=1.0), "set it to 0"),
-        (dict(schedule="pipedream", shard=2), {}, "tensor does"),
+        (dict(schedule="pipedream", replicate=2, compress="int8"), {}, "behind a step of all stages"),
+        (dict(schedule="pipedream", shard=4, secondary_shard=2), {}, "which use other versions"),
         (dict(schedule="pipedream-2bw"), dict(global_batch=1, microbatch=1), "1 are fewer than layout.pipeline = 2"),
         (dict(schedule="pipedream", auto=True), {}, "weights from before"),
     ],

@@ -200,7 +200,7 @@ def combination(seed: int, number: int) -> Run:
         if "compress" in more or "sync_every" in more:
             layout["replicate"] = generator.choice([2, 3])
         if "secondary_shard" in more:
-            layout |= dict(pipeline=1, zero=3, stages=())
+            layout |= dict(zero=3)
         if "compress_weights" in more:
             layout["shard"] = 2 * more.get("secondary_shard", 1)
         train |= dict(global_batch=12, microbatch=1, balance_rate=0.0 if "sync_every" in more else 0.01)

@@ -55,6 +55,8 @@ def alone(fp8: str, **train: Any) -> dict[str, Any]:
 SHARDED: list[Any] = [
     ("tensorwise", dict(shard=2), {}),
     ("rowwise", dict(shard=2, pipeline=2, schedule="zb-h1"), {}),
+    ("rowwise", dict(pipeline=4, schedule="bpipe"), dict(layers=4, microbatch=1)),
+    ("tensorwise", dict(pipeline=4, shard=2, schedule="bpipe"), dict(layers=4, microbatch=1)),
     ("tensorwise", dict(shard=3), dict(global_batch=6)),  # 16 rows over three ranks: the last one's are padded
     ("rowwise", dict(shard=3), dict(global_batch=6)),  # which scales by row cannot be, so 16 bits are gathered
     # Compiled on one rank it is in tests/model/test_fp8.py.
@@ -108,6 +110,7 @@ PLANNED: list[Any] = [
     ("rowwise", "dense", dict(shard=2, pipeline=2, schedule="zb-h1")),
     ("tensorwise", "mixture", dict(shard=2, expert=2, recompute="full")),
     ("tensorwise", "dense", {}),
+    ("tensorwise", "mixture", dict(pipeline=4, schedule="bpipe")),
     ("rowwise", "dense", dict(shard=2)),
     ("tensorwise", "tied", dict(shard=4, zero=1)),
     ("tensorwise", "dense", dict(shard=2, recompute="full")),

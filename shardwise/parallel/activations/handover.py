@@ -6,7 +6,8 @@ put the storages behind the places into one message, of bytes, and to let go of 
 message that came back. Parameters, buffers and the batch stay where they are. What went to the next stage is not needed any more.
 
 Traffic: of each microbatch handed over one message to the partner and one back, of what it saved less its output. The partner must
-know the size before: the first message for a batch of new shapes goes after its size.
+know the size before: the first message for a batch of new shapes goes after its size; where experts save by how tokens are routed,
+every one does, and the partner waits for it where the list has the transfer.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class SavedMicrobatch:
             size += x.untyped_storage().nbytes()
         device = order[0][1].device if order else torch.device("cpu")
         message = torch.empty(size, dtype=torch.uint8, device=device)
-        for key, x in order:
+        for key, x in () if is_fake(message) else order:  # views of what has no values would keep it alive
             storage = x.untyped_storage()
             whole = x.new_empty(0).set_(storage, 0, (storage.nbytes() // x.itemsize,), (1,))
             message[first[key] : first[key] + storage.nbytes()].copy_(whole.view(torch.uint8))
@@ -147,8 +148,16 @@ class Handover:
     """What this rank evicts to its partner and holds for it during one step."""
 
     def __init__(
-        self, schedule: Schedule, mesh: Mesh, sizes: dict[Any, int], planned: Callable[[int], int], device: torch.device
+        self,
+        schedule: Schedule,
+        mesh: Mesh,
+        sizes: dict[Any, int],
+        planned: Callable[[int], int],
+        device: torch.device,
+        varies: bool,
     ) -> None:
+        """`varies`: whether microbatches of one shape may save more or less, as experts do by how tokens are routed."""
+        self.varies, self.own_sizes = varies, dict[Key, int]()
         ranks, me = mesh.pipeline_ranks(), mesh.index("pipeline")
         self.me, self.device, self.sizes, self.planned = me, device, sizes, planned
         partner = len(ranks) - 1 - me
@@ -178,21 +187,20 @@ class Handover:
         for x in ends:
             shrink(x)
         shape = (key[0], *_shapes(batch))
-        if self.sizes.get(shape, message.numel()) != message.numel():
+        if not self.varies and self.sizes.get(shape, message.numel()) != message.numel():
             raise RuntimeError(
                 f"a microbatch saved {message.numel()} bytes on stage {key[0]} and another of the same shape "
                 f"{self.sizes[shape]}: the partner cannot know how much to receive; use another layout.schedule"
             )
-        if shape not in self.sizes:
-            self.sizes[shape] = message.numel()
-            if not is_fake(message):
-                self._send(torch.tensor([message.numel()], device=self.device))
+        if self.varies or (shape not in self.sizes and not is_fake(message)):
+            self._send(torch.tensor([message.numel()], device=self.device))
+        self.sizes[shape] = self.own_sizes[key] = message.numel()
         self._send(message)
 
     def accept(self, key: Key, batch: Any) -> None:
         """Start receiving what the partner evicts."""
         shape = (key[0], *_shapes(batch))
-        if shape not in self.sizes:
+        if self.varies or shape not in self.sizes:
             size = torch.zeros(1, dtype=torch.int64, device=self.device)
             if not is_fake(size):
                 irecv(size, self.partner, self.back).wait()
@@ -205,9 +213,9 @@ class Handover:
         work.wait()
         self._send(message)
 
-    def load(self, key: Key, batch: Any) -> None:
+    def load(self, key: Key) -> None:
         """Start receiving what this rank had evicted."""
-        self._receive(key, self.sizes[(key[0], *_shapes(batch))])
+        self._receive(key, self.own_sizes.pop(key))
 
     def finish_load(self, key: Key) -> None:
         """Wait until a microbatch is back, if it was handed over."""

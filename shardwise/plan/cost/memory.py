@@ -25,12 +25,12 @@ OWNERS = ("parameters", "gradients", "optimizer", "gathered", "activations", "lo
 
 def states(job: Job, held: LocalNumel) -> dict[str, Number]:
     """Parameters, gradients and optimizer of a rank that holds these parameters before ZeRO shards them."""
-    framework, stage = job.framework, job.layout.zero
+    framework, stage, between = job.framework, job.layout.zero, not job.layout.gathers_each_pass
     zero, expert_zero = zero_groups(job)
     whole = held.dense + held.experts
     sharded = held.dense / zero + held.experts / expert_zero
     if job.layout.offload:  # they are in the host's memory
-        gathered = whole * framework.gather_bytes * (stage < 3)
+        gathered = whole * framework.gather_bytes * between
         return {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": gathered}
     if job.memory.hosts_optimizer:  # the layers' matrices in 16 bits; what stands outside of them is little
         return {"parameters": whole * job.width, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0}
@@ -42,10 +42,10 @@ def states(job: Job, held: LocalNumel) -> dict[str, Number]:
     unsent = values * (lay.replicate > 1) * framework.gradient_bytes
     frozen = job.frozen_bytes
     return {
-        "parameters": (sharded if casts or stage == 3 else whole) * (framework.parameter_bytes * learned + frozen),
+        "parameters": (whole if between and not casts else sharded) * (framework.parameter_bytes * learned + frozen),
         "gradients": (sharded if stage >= 2 else whole) * framework.gradient_bytes * learned,
         "optimizer": sharded * (framework.optimizer_bytes + unsent) * learned,
-        "gathered": whole * framework.gather_bytes * (zero > 1) * (stage < 3) if casts else 0.0,
+        "gathered": whole * framework.gather_bytes * (zero > 1) * between if casts else 0.0,
     }
 
 
@@ -116,7 +116,7 @@ def memory(job: Job) -> Memory:
         owners["gathered"] += float(cast_copies(job, own)) * standing_casts(job, lay.recompute)
         owners["activations"] = peaks[rank] + recomputed
         owners["logits"] = float(loss_bytes(job)) if any(lay.has_ends(n)[1] for n in mine) else 0.0
-        if lay.zero == 3:
+        if lay.gathers_each_pass:
             owners["gathered"] += float(gathered_layers(job))
         owners["buffers"] = float(buffers(job))
         owners["workspace"] = workspace(job, moving(owners))

@@ -302,7 +302,9 @@ class ParameterTable:
             # The layers of the moment, and what `fully_shard` prefetched for other stages; without a pipeline also the two ends.
             gathered = gathered_layers(job) * (1.0 + 0.0 * whole)
             if lay.secondary_shard > 1:
-                gathered = gathered + held.dense * framework.gather_bytes / lay.secondary_shard
+                few = lay.expert_secondary_shard
+                kept = held.dense / lay.secondary_shard + held.experts / few * (few > 1)
+                gathered = gathered + kept * framework.gather_bytes
             if split.pipeline == 1:
                 first, last = ends_parameters(job)
                 ends = first + last * (not job.model.tied_embeddings)

@@ -52,12 +52,12 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
     # A message for each layer and one for the ends, so that many ranks that gather small layers wait for as many latencies.
     messages = (layers[0] + layers[1] + 1.0) * (TENSORS if framework.tensors_apart else 1.0)
 
-    def sharded(kind: Collective, width: float, ranks: Number = zero) -> Number:
+    def sharded(kind: Collective, width: float, ranks: Number = zero, of_experts: Number = expert_zero) -> Number:
         """Seconds of a collective over the ranks of a ZeRO group, for dense and for expert parameters."""
         seconds = messages * collective_seconds(cluster, kind, held.dense * width / messages, ranks, lay.tensor)
         if job.model.experts:
             stride, size = lay.tensor * lay.expert, held.experts * width / messages
-            seconds = seconds + messages * collective_seconds(cluster, kind, size, expert_zero, stride)
+            seconds = seconds + messages * collective_seconds(cluster, kind, size, of_experts, stride)
         return seconds
 
     own = held.dense / zero + held.experts / expert_zero
@@ -73,8 +73,9 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
     update = memory_seconds(cluster.chip, own * learned * OPTIMIZER_BYTES), *muon_seconds(job, *layers)
     every = scatter if framework.reduce_every_microbatch and lay.zero >= 2 else 0.0 * scatter
     once = replicas + scatter - every
-    if lay.zero == 3:
-        few = lay.secondary_shard
-        near = sharded("all_gather", framework.gather_bytes, few) if few > 1 else gather
+    if lay.gathers_each_pass:
+        few, same = lay.secondary_shard, lay.expert_secondary_shard
+        ranks = few, same * (same > 1) + expert_zero * (same <= 1)
+        near = sharded("all_gather", framework.gather_bytes, *ranks) if few > 1 else gather
         return DataSeconds(gather, near + every, once, 0.0 * gather, *update, apart, mirrored)
     return DataSeconds(0.0 * gather, every, once, gather, *update, apart, mirrored)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from shardwise.plan.trainer.rank import planned_rank
+from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.saved import saved
 from shardwise.plan.trainer.wire import Wire
 from shardwise.run import Run
@@ -28,3 +29,5 @@ def handed(wire: Wire) -> None:
     for rank in {mine, ranks - 1 - mine}:
         if 2 * rank < ranks and (count := evictions(ranks, rank, run.accumulation)):
             wire.send("pipeline", handed_bytes(run, planned.rank, rank), count)
+            if rank == mine and run.model.experts:  # how much each is goes before it
+                wire.send("pipeline", INTEGER, count)

@@ -76,7 +76,7 @@ def _rank_memory(place: PlannedRank, job: Job, estimated: Mapping[str, float], s
     """Of one rank, by owner; of the estimate it takes the layers that ZeRO-3 gathers, and the buffers."""
     run, standing = place.run, same.standing
     owners = standing.owners | {"activations": state.activations_at(place, same.saves) * same.saved}
-    if run.layout.zero == 3 and run.layout.shard * run.layout.context > 1:
+    if run.layout.gathers_each_pass and run.layout.shard * run.layout.context > 1:
         # Besides, the layers of the moment; one that was prefetched is the first of them.
         first = max(place.prefetched_shard(stage) for stage in place.stages) * place.size("zero")
         owners["gathered"] = max(owners["gathered"] - first, 0.0) + estimated["gathered"]

@@ -226,17 +226,11 @@ class PlannedRank:
             return numel * (self.held_width(parameter) if parameter.entry.dtype else self.width)
         return numel + (SCALE * parameter.shape[0] // ranks if self.run.train.fp8 == "rowwise" else 0)
 
-    def secondary_shard(self, parameters: Iterable[PlannedParameter]) -> int:
-        """Bytes of the secondary shards of parameters that were gathered for a forward pass; of experts there are none."""
-        ranks, few = self.size("zero"), self.run.layout.secondary_shard
-        own = (p.shard_numel(ranks) * ranks // few for p in parameters if p.group == "zero")
-        return sum(own) * self.width if few > 1 else 0
-
     def prefetched_shard(self, stage: Stage) -> int:
         """Bytes of a shard of the layer that `fully_shard` prefetches behind the last layer of a backward pass (see `traffic.py`).
         First and last stages end in what is outside of the layers, and one layer is its own last: both are gathered still. A rank
-        that has no one to gather from copies a layer only when it is used."""
-        if stage.first or stage.last or len(stage.layers) < 2 or self.size("zero") == 1:
+        that has no one to gather from copies a layer only when it is used. Asynchronous pipelines prefetch for no other pass."""
+        if stage.first or stage.last or len(stage.layers) < 2 or self.size("zero") == 1 or self.run.layout.asynchronous:
             return 0
         layer, ranks = self.layer_parameters(self.run.model.is_moe(stage.layers[-1])), self.size("zero")
         return sum(self.gathered_shard(p, ranks) for p in layer if p.group == "zero")

@@ -13,6 +13,7 @@ from shardwise.plan.trainer.handed import handed_bytes
 from shardwise.plan.trainer.rank import WIDTHS, PlannedRank, planned_rank, reference_run
 from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.saved import Rows, Saved, recomputed_parts, saved
+from shardwise.plan.trainer.secondary import secondary_bytes
 from shardwise.run import Run
 from shardwise.run.derive import chunk_bytes, chunk_rows, compiles, forward_passes, planned_on_gpu
 from shardwise.schedules import PASSES, Schedule, cached_schedule, fewer_rounds, peak_activations, versions_kept
@@ -221,17 +222,17 @@ def _short_schedule(run: Run) -> tuple[Schedule, float]:
 
 def gathered(run: Run, rank: int) -> int:
     """Peak bytes of unsharded parameters between two passes: all of them below ZeRO-3; there those outside of the layers, without
-    a pipeline, with what secondary shards keep of the layers, and with one the layers that were prefetched."""
+    a pipeline, and with one the layers that were prefetched; beside these what secondary shards keep of layers."""
     planned = planned_rank(run, rank)
     if not planned.is_sharded:
         return 0
-    if run.layout.zero < 3:
+    if not run.layout.gathers_each_pass:
         stays = list(planned.parameters())
     elif run.layout.pipeline == 1:
         stays = [(1, parameter) for stage in planned.stages for parameter in planned.outer_parameters(stage)]
     else:
         return _prefetched(planned)
-    total = sum(planned.secondary_shard(planned.layer_parameters(run.model.is_moe(n))) for n, _ in planned.layers())
+    total = sum(secondary_bytes(planned, planned.layer_parameters(run.model.is_moe(n))) for n, _ in planned.layers())
     for count, parameter in stays:
         ranks, _ = planned.sharding(parameter)
         alone = parameter.entry.routed and ranks == planned.sharding_replicas == 1 and not run.layout.offload
@@ -242,8 +243,13 @@ def gathered(run: Run, rank: int) -> int:
 
 def _prefetched(planned: PlannedRank) -> int:
     """Peak bytes of the layers that `fully_shard` holds between two passes: behind a backward pass it prefetches what was forward
-    before the pass that it takes this one for, the latest. The next forward pass shards it again."""
+    before the pass that it takes this one for, the latest. The next forward pass shards it again, and leaves secondary shards."""
     sizes = {s.number: planned.prefetched_shard(s) * planned.size("zero") for s in planned.stages}
+    is_moe = planned.run.model.is_moe
+    near = {
+        s.number: sum(secondary_bytes(planned, planned.layer_parameters(is_moe(n))) for n in s.layers)
+        for s in planned.stages
+    }
     forwards: dict[int, list[int]] = {number: [] for number in sizes}
     seen, held, peak = dict.fromkeys(sizes, 0), dict.fromkeys(sizes, 0), 0
     actions = [a for a in planned.schedule.ranks[planned.index("pipeline")] if a.kind in PASSES]
@@ -252,7 +258,7 @@ def _prefetched(planned: PlannedRank) -> int:
         if kind == "F":
             forwards[stage].append(seen[stage])
             seen[stage] += 1
-            now = 0
+            now = near[stage]
         else:
             done = len(planned.schedule.microbatches_of(stage)) == seen[stage] and len(forwards[stage]) == 1
             first = forwards[stage].pop() == 0

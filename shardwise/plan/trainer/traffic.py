@@ -28,6 +28,7 @@ from shardwise.plan.trainer.ends import ends, own_numel, pipeline
 from shardwise.plan.trainer.muon import gathered_matrices
 from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage, reference_run
 from shardwise.plan.trainer.rows import INTEGER, rows_to_experts
+from shardwise.plan.trainer.secondary import secondary_bytes, secondary_ranks
 from shardwise.plan.trainer.wire import Groups, Times, Wire
 from shardwise.run import Run
 from shardwise.run.compression import block_bytes, blocks_of
@@ -134,7 +135,7 @@ def data(wire: Wire) -> None:
     if not planned.is_sharded:
         return
     lay, n = planned.run.layout, planned.run.stage_microbatches
-    once, both = lay.zero < 3, n if wire.forward_only else 2 * n
+    once, both = not lay.gathers_each_pass, n if wire.forward_only else 2 * n
     # Without a pipeline the backward pass follows at once, and what is outside of the layers stays gathered.
     outer = n if lay.pipeline == 1 else both
     if wire.forward_only and not wire.frozen:  # what stays gathered is there for the step
@@ -170,9 +171,11 @@ def _sharded(
             learned = sum(p.shard_numel(ranks) for p in unit if p.learns)
             gradients = learned * planned.reduce_width
             near = 0
-            if secondary and group == "zero" and run.layout.secondary_shard > 1 and not wire.frozen:
+            if secondary and not wire.frozen and min(secondary_ranks(planned, p) for p in unit) > 1:
                 near = gathers - 1 if wire.forward_only else gathers // 2
-                wire.all_gather("secondary", planned.secondary_shard(unit), units * near)
+                alike = group == "zero" or run.layout.expert == 1
+                few = "secondary" if alike else "expert_secondary"
+                wire.all_gather(few, secondary_bytes(planned, unit), units * near)
             wire.all_gather(group, gathered_bytes(wire, unit, ranks), units * (gathers - near))
             if gradients and not wire.forward_only:
                 times, method = units * (1 if once else run.stage_microbatches), run.layout.compress_shards

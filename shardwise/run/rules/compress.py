@@ -113,9 +113,6 @@ def _secondary_rules(run: Run) -> Iterator[Rule]:
     )
     for key, wrong, why in refused:
         yield Rule(bool(wrong), name, (key,), partial("{}".format, why))
-    yield Rule(lay.pipeline > 1, name, ("layout.pipeline",), lambda: (
-        "keeps what a forward pass gathered for the backward pass that follows, and in a pipeline others come between"
-    ))
 
 
 def compress_rules(run: Run) -> Iterator[Rule]:

@@ -43,11 +43,6 @@ def _bidirectional_rules(run: Run) -> Iterator[Rule]:
 def _asynchronous_rules(run: Run) -> Iterator[Rule]:
     lay, train, m, name = run.layout, run.train, run.model, run.layout.schedule
     several = lay.pipeline > 1
-    yield Rule(several & (lay.replicate * lay.shard * lay.context > 1), "layout.schedule",
-               ("layout.replicate", "layout.shard", "layout.context"), lambda: (
-        f"{name} keeps whole versions of its weights and updates each stage by itself, which layout.replicate, shard and context "
-        f"do not go with; tensor does"
-    ))
     batch = train.global_batch // (train.microbatch * lay.data_ranks)
     yield Rule((name == "pipedream-2bw") & several & (batch < lay.pipeline), "layout.schedule",
                ("train.global_batch", "train.microbatch", "layout.pipeline"), lambda: (
@@ -64,6 +59,9 @@ def _asynchronous_rules(run: Run) -> Iterator[Rule]:
         ("objective.kind", facts_of(run.objective).reference > 0, "compares with a reference that all stages are at"),
         ("memory.optimizer", run.memory.hosts_optimizer, "updates on the host behind the passes of one rank"),
         ("layout.offload", lay.offload, "keeps one version of the weights on the host"),
+        ("layout.compress", lay.compress != "none", "exchanges gradients behind a step of all stages"),
+        ("layout.sync_every", lay.sync_every > 1, "exchanges weights behind a step of all stages"),
+        ("layout.secondary_shard", lay.secondary_shard > 1, "keeps what a pass gathered for others, which use other versions"),
     )
     for key, wrong, why in refused:
         yield Rule(several & bool(wrong), "layout.schedule", (key,), partial("{} does not go with {}: {}".format, name, key, why))
@@ -71,18 +69,6 @@ def _asynchronous_rules(run: Run) -> Iterator[Rule]:
 
 def _bpipe_rules(run: Run) -> Iterator[Rule]:
     several = run.layout.pipeline > 1
-    yield Rule(several & (run.model.experts > 0), "layout.schedule", ("model.experts",), lambda: (
-        "bpipe hands saved activations to a partner that must know their size, and what experts save depends on how tokens are "
-        "routed; use 1f1b or zb-h1"
-    ))
-    replaced = run.memory.swaps or run.memory.activation_bits > 0 or run.layout.recompute == "optimal"
-    yield Rule(several & replaced, "layout.schedule",
-               ("memory.activations", "memory.activation_bits", "layout.recompute"), lambda: (
-        "bpipe hands over what layers save as it is, and memory.activations, memory.activation_bits and recompute = optimal keep "
-        "it in other forms; use one of them"
-    ))
-    yield Rule(several & (run.train.fp8 != "none"), "layout.schedule", ("train.fp8",),
-               lambda: "bpipe hands over what autograd saves, and fp8 layers keep more beside it; use another schedule")
     for used, key in (
         (run.layout.recompute == "optimal", "layout.recompute"),
         (run.memory.swaps, "memory.activations"),

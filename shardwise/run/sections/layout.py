@@ -139,6 +139,17 @@ class LayoutConfig:
         return self.schedule in ASYNCHRONOUS and self.pipeline > 1
 
     @property
+    def expert_secondary_shard(self) -> int:
+        """Ranks over which experts stay sharded until the next pass: those with the same ones among `secondary_shard`. Of arrays
+        too."""
+        return 1 + (self.secondary_shard // self.expert - 1) * (self.secondary_shard % self.expert == 0)
+
+    @property
+    def gathers_each_pass(self) -> bool:
+        """Whether sharded parameters are gathered for every pass: with ZeRO-3, and where passes use different versions of them."""
+        return self.zero == 3 or self.asynchronous
+
+    @property
     def world(self) -> int:
         """Ranks in all."""
         return prod(getattr(self, axis) for axis in RANK_AXES)
