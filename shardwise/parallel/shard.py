@@ -148,7 +148,7 @@ class Sharder:
 
 def _check_integers(module: nn.Module) -> None:
     """Raise a sentence where PyTorch is older than its mend of pytorch#177844."""
-    if torch.__version__ < (2, 13) and not all(each.is_floating_point() for each in module.parameters()):
+    if torch.__version__ < "2.13" and not all(each.is_floating_point() for each in module.parameters()):
         problem = f"4-bit weights of several ranks need PyTorch 2.13: {torch.__version__} shards no integers"
         raise UserError(Problem(problem, "adapter.kind"))
 
