@@ -13,7 +13,7 @@ import pytest
 from shardwise.cli.main import main
 from shardwise.plan.plan import plan
 from shardwise.plan.published.rows import own_run, published
-from shardwise.plan.published.validate import Prediction, summary, validate
+from shardwise.plan.published.validate import Prediction, predict, summary, validate
 
 
 @functools.cache
@@ -109,6 +109,20 @@ def test_rows_with_holes_are_unsupported_not_errors() -> None:
     for prediction in validate(holes):
         assert not prediction.supported
         assert prediction.reason
+
+
+def test_dualpipe_holds_every_stage_twice() -> None:
+    row = next(row for row in published("training") if row["id"] == "automodel_dsv3_256")
+    row = row | {"measured": row["measured"] | {"memory_gib": 60.0}}
+
+    def with_schedule(name: str, **more: int) -> Prediction:
+        return predict(row | {"parallel": row["parallel"] | {"schedule": name, "vpp": 1} | more})
+
+    whole, v_shaped = with_schedule("dualpipe"), with_schedule("dualpipe-v")
+    assert whole.supported
+    assert v_shaped.supported
+    assert whole.memory_predicted_gib > 1.2 * v_shaped.memory_predicted_gib
+    assert "every two hold the same" in with_schedule("dualpipe", pp=3).reason
 
 
 @pytest.mark.parametrize(("leave_out", "median", "most"), [(False, 0.025, 0.12), (True, 0.075, 0.26)])

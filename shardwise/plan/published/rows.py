@@ -27,7 +27,8 @@ SCHEDULES = {
     "interleaved-1f1b": "interleaved",
     "zb-1p": "zb-h1",
     "zb-2p": "zb-2p",
-    "dualpipe": "dualpipe-v",
+    "dualpipe": "dualpipe",
+    "dualpipe-v": "dualpipe-v",
 }
 GROUPED = {"DeepSeek-V2": (8, 3), "DeepSeek-V3": (8, 4), "DeepSeek-R1": (8, 4)}
 """Published models whose routing chooses groups of experts first: so many, of which so many (their `config.json`)."""
@@ -163,7 +164,9 @@ def layout_of(row: Row, model: ModelConfig, assumed: list[str], *, modern: bool)
         recompute=recompute,  # type: ignore[arg-type]
         expert_tensor=(p.get("etp") or 1) > 1,
     )
-    stages = pipeline * layout.stages_per_rank
+    if layout.directions > 1 and pipeline % 2:
+        raise Unsupported(f"DualPipe over {pipeline} ranks, of which every two hold the same stages")
+    stages = layout.distinct_stages
     if stages > model.layers + 2:
         raise Unsupported(f"{stages} stages for {model.layers} layers")
     return replace(layout, stages=_even(model.layers, stages))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from shardwise.plan.published.rows import Row, Unsupported, cluster_of_row, model_of
-from shardwise.plan.serving.cost import Serving
+from shardwise.plan.serving.cost import Serving, experts_hit, weight_bytes
 from shardwise.plan.serving.engines import ENGINES, FORMATS, Engine
 from shardwise.plan.serving.inference import cache_width
 from shardwise.plan.serving.loads import Load
@@ -58,7 +58,30 @@ def serving_of_row(row: Row) -> tuple[Serving, Load, tuple[str, ...]]:
         head=None,
         **ranks,
     )
-    return serving, _load(row, note), tuple(assumed)
+    load = _load(row, note)
+    _check_by_itself(row, serving, load)
+    return serving, load, tuple(assumed)
+
+
+def _check_by_itself(row: Row, s: Serving, load: Load) -> None:
+    """Refuse a row of a closed loop whose figures exclude each other. What a request waits and what it decodes say how many of the
+    clients decode at a time (Little 1961); a step of so many reads the weights that their tokens touch, which takes their bytes by
+    the memory's full speed, and no answer has its tokens faster."""
+    first, each = (row["measured"].get(name) for name in ("ttft_ms", "tpot_ms"))
+    if load.kind != "closed" or not first or not each:
+        return
+    decoding = each * (load.output_len - 1)
+    running = load.batch * decoding / (first + decoding)
+    held, m = weight_bytes(s), s.model
+    if m.experts:
+        met = max(1.0, running / s.pipeline)  # tokens that meet at the experts of a stage
+        held["experts"] *= experts_hit(m.experts, m.experts_per_token, met, s.engine.expert_skew) / m.experts
+    least = 1e3 * s.pipeline * sum(held[part] for part in ("attention", "ffn", "experts")) / s.chip.hbm
+    if each < least:
+        raise Unsupported(
+            f"its figures exclude each other: by its time to first token {running:.0f} requests decode at a time, and reading the "
+            f"weights of such a step alone takes {least:.1f} ms, more than the {each:.1f} ms of a token"
+        )
 
 
 PROGRAMS = {"tensorrt-llm": "trtllm"}
