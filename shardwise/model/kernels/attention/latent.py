@@ -27,8 +27,9 @@ class Tile:
     stages: int
 
 
-TILES = {16: Tile(16, 64, 4, 2), 32: Tile(32, 32, 4, 2), 64: Tile(64, 32, 8, 2)}
-"""By how many heads there are at least: more of them share what is loaded, as far as their sums fit in registers."""
+TILES = {16: Tile(16, 32, 4, 2), 32: Tile(32, 32, 4, 2)}
+"""By how many heads there are at least: more of them share what is loaded, as far as their sums fit in registers. Those of 64 heads do
+not: four times as slow (`benchmarks/gpu/RESULTS.md`)."""
 
 
 @triton.jit(do_not_specialize_on_alignment=INDICES)
@@ -112,7 +113,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 def tile_of(heads: int) -> Tile:
     """The tile for so many heads."""
-    return TILES[max(16, min(64, triton.next_power_of_2(heads)))]
+    return TILES[max(16, min(32, triton.next_power_of_2(heads)))]
 
 
 def latent_scratch(sequences: int, heads: int, rank: int, device: torch.device, tile: Tile | None = None) -> Scratch:
