@@ -28,7 +28,7 @@ class Tile:
 
 
 TILES = {16: Tile(16, 32, 4, 2), 32: Tile(32, 32, 4, 2)}
-"""By how many heads there are at least: more of them share what is loaded, as far as their sums fit in registers. Those of 64 heads do
+"""By the least number of heads: more heads share what is loaded, as far as their sums fit in registers. Those of 64 heads do
 not: four times as slow (`benchmarks/gpu/RESULTS.md`)."""
 
 
