@@ -34,14 +34,24 @@ settings.register_profile("thorough", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 ROOT = Path(__file__).parents[1]
-LONGEST = (
+WAITING = (
     "chaos/test_chaos",
+    "chaos/test_elastic",
+    "chaos/test_slow",
+    "chaos/test_grpo",
+    "train/test_launch",
+    "train/faults/test_stop",
+    "checkpoint/test_crashes",
+    "chaos/test_every_fault",
+)
+"""Files that one worker takes while the ranks of the first suffer every kind of fault, which the last looks at
+(`chaos/conftest.py`)."""
+LONGEST = (
+    *WAITING,
     "docs/test_pages",
     "workbench/test_page",
     "train/test_loop",
-    "train/test_launch",
     "measure/test_verify",
-    "train/faults/test_stop",
     "tune/test_grpo_ranks",
     "trace/test_broken",
     "checkpoint/test_adapter_checkpoints",
@@ -49,7 +59,6 @@ LONGEST = (
     "trace/test_odd_traces",
     "train/test_distill",
     "cli/test_plan",
-    "checkpoint/test_crashes",
     "serve/test_sampler",
     "measure/test_profile",
     "data/prepare/test_prepare",
@@ -116,13 +125,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Say what stays together on one worker: a file, as its tests share what they make, but where a run of ranks is all they share,
-    that run. (Groups by mark, `--dist loadgroup`, do nothing with pytest 9.2 and xdist 3.8.)"""
+    """Say what stays together on one worker: a file, as its tests share what they make, or those that wait; where a run of ranks is
+    all they share, that run. (Groups by mark, `--dist loadgroup`, do nothing with pytest 9.2 and xdist 3.8.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file, _, test = nodeid.partition("::")
+            if file.removeprefix("tests/").startswith(WAITING):
+                return "waiting"
             return f"{file} {test.partition('[')[2]}" if file.endswith(SPREAD) else file
 
     return Together(config, log)
@@ -198,4 +209,7 @@ def _quiet_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # The built-in corpus is cached for the tests alone, so that they build it themselves.
         cache: Path = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(cache))
+        # What a killed process has written is there; fsync is for machines that lose their power, and waits for a disk.
+        patch.setattr(os, "fsync", lambda handle: None)
+        patch.setattr(os, "fdatasync", lambda handle: None)
         yield

@@ -17,7 +17,7 @@ GROUPS = {
     "kernels": 1,
     "laws": 2,
     "outer": 2,
-    "pages": 9,
+    "pages": 6,
     "pages with ranks": 1,
     "preparation": 2,
     "resharding": 3,

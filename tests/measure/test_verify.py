@@ -64,7 +64,7 @@ def check(verdict: Verdict, run: Run) -> None:
 
 
 @pytest.mark.parametrize(("model", "layout"), DRY, ids=str)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_dry_ranks_are_as_planned(model: str, layout: Layout) -> None:
     batch = (4 if layout.get("pipeline", 1) > 1 else 2) * layout.get("shard", 1)
     run = cases.make_run(model, layout, **cases.layers_for(layout), global_batch=batch, microbatch=1)

@@ -180,8 +180,8 @@ class Observed:
     def assert_trains_as_one_process(self) -> None:
         """Losses, norms, evaluation and every parameter, to 1e-9 in float64."""
         assert self.run.train.dtype == "float64"
-        # One process may cut the batch as it likes; the result is the same.
-        want = one_process(self.model, **self.train | dict(microbatch=1))
+        # One process takes the batch whole, in few operations; however it is cut, the result is the same.
+        want = one_process(self.model, **self.train | dict(microbatch=self.run.train.global_batch))
         seen: set[str] = set()
         for rank, record in enumerate(self.records):
             assert_same(record.trained, want, f"{self} rank {rank}")
