@@ -4,7 +4,7 @@ for each rank, memory curves, and the order of a pipeline's actions; of anything
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -12,6 +12,8 @@ from shardwise.ledger import Memory
 from shardwise.report import colors, pick, words
 
 WIDE = 1024
+TOP = 26
+"""Above charts with two axes."""
 MOST_BARS = 64
 
 
@@ -103,25 +105,10 @@ def scatter_chart(
 ) -> str:
     """A point for each row; those on the Pareto front are filled and numbered, the others are rings."""
     numbers = numbers or range(1, len(rows) + 1)
-    left, right, top, high = 78, 20, 26, 380
     best = pick.pareto_front(rows, [column for column in (x, y, size) if column])
     xs, ys = [float(row[x.key]) for row in rows], [float(row[y.key]) for row in rows]
-    place_x, marks_x = _scale([*xs, limit] if limit else xs, x.unit, left, WIDE - right)
-    place_y, marks_y = _scale(ys, y.unit, top + high, top)
-    drawn = [_grid_line(place_x(mark), top, top + high, x.words(mark)) for mark in marks_x]
-    for mark in marks_y:
-        at = place_y(mark)
-        drawn.append(f'<line class="grid" x1="{left}" x2="{WIDE - right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        drawn.append(
-            f'<text class="quiet" x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{escape(y.words(mark))}</text>'
-        )
-    drawn.append(f'<text class="quiet" x="0" y="12">{escape(y.title)}</text>')
-    drawn.append(
-        f'<text class="quiet" x="{WIDE - right}" y="{top + high + 38}" text-anchor="end">{escape(x.title)}</text>'
-    )
-    if limit:
-        at = place_x(limit)
-        drawn.append(f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{top + high}"/>')
+    high = 380
+    drawn, place_x, place_y = _axes(xs, ys, x, y, limit, high)
     # The front is drawn last, so that none of it is hidden.
     for place in sorted(range(len(rows)), key=lambda at: (best[at], -at)):
         row = rows[place]
@@ -139,7 +126,7 @@ def scatter_chart(
         drawn.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="{7 if best[place] else 4.5}" {look} data-tip="{tip}"/>')
         if best[place] and number:
             drawn.append(f'<text x="{a + 10:.1f}" y="{b + 4:.1f}" font-size="12">{number}</text>')
-    return _svg(top + high + 46, f"{y.title} against {x.title}", drawn)
+    return _svg(TOP + high + 46, f"{y.title} against {x.title}", drawn)
 
 
 def ramp_of(rows: Sequence[Mapping[str, Any]], size: pick.Column | None, row: Mapping[str, Any]) -> str:
@@ -205,6 +192,26 @@ def memory_lines(curves: Sequence[tuple[int, Mapping[str, Any]]]) -> tuple[str, 
     return _svg(top + high + 22, "Memory over time", drawn), key
 
 
+def _axes(
+    xs: Sequence[float], ys: Sequence[float], x: pick.Column, y: pick.Column, limit: float | None, high: float
+) -> tuple[list[str], Callable[[float], float], Callable[[float], float]]:
+    """Both axes of a chart with their grid and titles, and where a value of each lies; `limit` is a line across `x`."""
+    left, right = 78, WIDE - 20
+    place_x, marks_x = _scale([*xs, limit] if limit else xs, x.unit, left, right)
+    place_y, marks_y = _scale(ys, y.unit, TOP + high, TOP)
+    drawn = [_grid_line(place_x(mark), TOP, TOP + high, x.words(mark)) for mark in marks_x]
+    for mark in marks_y:
+        at, label = place_y(mark), escape(y.words(mark))
+        drawn.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        drawn.append(f'<text class="quiet" x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{label}</text>')
+    drawn.append(f'<text class="quiet" x="0" y="12">{escape(y.title)}</text>')
+    drawn.append(f'<text class="quiet" x="{right}" y="{TOP + high + 38}" text-anchor="end">{escape(x.title)}</text>')
+    if limit:
+        at = place_x(limit)
+        drawn.append(f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{TOP + high}"/>')
+    return drawn, place_x, place_y
+
+
 def line_chart(
     lines: Sequence[tuple[str, str, Sequence[tuple[float, float]]]],
     x: pick.Column,
@@ -212,28 +219,14 @@ def line_chart(
     limit: float | None = None,
 ) -> str:
     """Lines through points: name, colour and points of each, all on the same axes; `limit` is a line across `x`."""
-    left, right, top, high = 78, 20, 26, 260
     points = [point for _, _, line in lines for point in line]
-    place_x, marks_x = _scale([a for a, _ in points] + ([limit] if limit else []), x.unit, left, WIDE - right)
-    place_y, marks_y = _scale([0.0, *(b for _, b in points)], y.unit, top + high, top)
-    drawn = [_grid_line(place_x(mark), top, top + high, x.words(mark)) for mark in marks_x]
-    for mark in marks_y:
-        at = place_y(mark)
-        drawn.append(f'<line class="grid" x1="{left}" x2="{WIDE - right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        label = escape(y.words(mark))
-        drawn.append(f'<text class="quiet" x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{label}</text>')
-    drawn.append(f'<text class="quiet" x="0" y="12">{escape(y.title)}</text>')
-    drawn.append(
-        f'<text class="quiet" x="{WIDE - right}" y="{top + high + 38}" text-anchor="end">{escape(x.title)}</text>'
-    )
-    if limit:
-        at = place_x(limit)
-        drawn.append(f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{top + high}"/>')
+    high = 260
+    drawn, place_x, place_y = _axes([a for a, _ in points], [0.0, *(b for _, b in points)], x, y, limit, high)
     for name, color, line in lines:
         path = " ".join(f"{place_x(a):.1f},{place_y(b):.1f}" for a, b in line)
         look = f'fill="none" stroke="{color}" stroke-width="1.8"'
         drawn.append(f'<polyline points="{path}" {look} data-tip="{escape(name)}"/>')
-    return _svg(top + high + 46, f"{y.title} against {x.title}", drawn)
+    return _svg(TOP + high + 46, f"{y.title} against {x.title}", drawn)
 
 
 def action_order(step: Mapping[str, Any]) -> str:
