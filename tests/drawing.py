@@ -11,7 +11,7 @@ import random
 import pytest
 
 GROUPS = {
-    "commands": 3,
+    "commands": 2,
     "dry ranks": 2,
     "fp8": 1,
     "kernels": 1,

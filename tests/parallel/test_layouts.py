@@ -17,7 +17,7 @@ import pytest
 from observed import Observed
 from parallel_pool import RankPool
 
-EDGES, ADAPTERS = 3, 50
+EDGES, ADAPTERS = 3, 25
 """So many of the layouts that the array does not draw are in the small tier, and so many with an adapter in the large one, others
 with every commit."""
 LARGE = pytest.mark.large("three axes at once, eight ranks, and every axis and pair of axes by itself")
