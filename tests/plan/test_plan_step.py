@@ -307,6 +307,18 @@ def test_an_expert_takes_no_more_than_its_room() -> None:
     assert experts(3.0, 1.5) == experts(1.5, 1.5) < experts(3.0, 0.0)
 
 
+def test_one_rank_alone_has_all_rows_and_half_a_tile_more_of_each_expert() -> None:
+    def matmul(imbalance: float, **layout: int) -> float:
+        model = dict(layers=2, hidden=1024, heads=8, experts=16, experts_per_token=2, expert_ffn=2048, vocab=256)
+        train = dict(global_batch=8, seq_len=4096, dtype="bfloat16", expert_imbalance=imbalance)
+        run = run_from_dict(dict(model=model, layout=layout, train=train, cluster=dict(chip="h100")))
+        return plan(run).account.breakdown["matmul"]
+
+    assert matmul(1.1) == matmul(1.5) > matmul(1.0)
+    assert matmul(1.1) < 1.02 * matmul(1.0)  # 64 of 4096 rows, of the experts' GEMMs along the rows
+    assert matmul(1.5, shard=8, expert=8) > 1.1 * matmul(1.0, shard=8, expert=8)
+
+
 def test_a_slower_link_never_helps() -> None:
     fast = make_job(LLAMA, tensor=4, shard=8, pipeline=2)
     slow = replace(fast, cluster=replace(fast.cluster, intra=fast.cluster.intra / 4, inter=fast.cluster.inter / 4))

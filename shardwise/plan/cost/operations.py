@@ -26,6 +26,8 @@ from shardwise.run.saved_tensors import GROUP, quantized_bytes, quantized_tensor
 
 PACK, UNPACK = 150.0, 30.0
 """Bytes read and written to quantize and dequantize a value, about, as `parallel/activations/quantized.py` is written."""
+TILE = 128.0
+"""Rows of a grouped GEMM that are computed together, in most of its kernels."""
 CHUNKED_BYTES = 6.0
 """Moved for each 16-bit logit of a chunked loss besides its GEMMs: read for the sum, read and written as a gradient."""
 
@@ -232,6 +234,15 @@ def _sent_once(job: Job) -> Number:
     return reached / k
 
 
+def _busiest(job: Job, rows: Number) -> tuple[Number, Number]:
+    """Rows that the experts of the busiest rank have, where the mean is `rows`, and by what factor their GEMMs are longer because
+    experts have uneven shares. Of several ranks the busiest is waited for. One alone has all rows, whoever gets them; there the
+    last tile of each expert is half full in the mean."""
+    alone = np.asarray(job.layout.expert) == 1
+    uneven = 1.0 + (alone & (job.imbalance > 1.0)) * TILE / 2 * job.model.experts / np.maximum(rows, 1.0)
+    return rows * np.where(alone, 1.0, job.imbalance), uneven
+
+
 def _places(places: Number, choices: int) -> Number:
     """Over how many of some places so many choices spread, in the mean."""
     return places * (1.0 - (1.0 - 1.0 / places) ** choices)
@@ -246,16 +257,16 @@ def _moe(ops: OpList) -> None:
     ops.gemm("router", "router", tokens, m.experts, m.hidden, high_precision=True, saved=0.0)
     waits = 0.0 if job.framework.drops_tokens else job.framework.sync_host
     ops.elementwise("choose", "router", tokens * m.experts * 16, tokens * m.experts * 16, launches=(6.0 + waits, 4.0))
-    rows = tokens * m.experts_per_token * job.imbalance
+    rows, uneven = _busiest(job, tokens * m.experts_per_token)
     size = rows * m.hidden * job.width
     ops.elementwise("to experts", "experts", 2 * size, 2 * size, launches=(2.0, 2.0))
     sent, others = size * _sent_once(job), regroups_tensor(job)
     ops.collective("experts", "expert", "all_to_all", sent, (1.0, 1.0, 0.0))
     width = m.expert_ffn / lay.tensor if lay.expert_tensor else m.expert_ffn
     held = m.experts / lay.expert
-    ops.grouped_gemm("expert up", rows, 2 * width, m.hidden, held)
+    ops.grouped_gemm("expert up", rows, 2 * width, m.hidden, held, uneven)
     _activation(ops, "experts", rows * width)
-    ops.grouped_gemm("expert down", rows, m.hidden, width, held)
+    ops.grouped_gemm("expert down", rows, m.hidden, width, held, uneven)
     # The backward pass needs no sums of the experts: recomputation that stops early leaves out what brings them back.
     ops.collective("experts", "expert", "all_to_all", sent, (1.0, 1.0, 0.0), early_stop=others)
     ops.elementwise("from experts", "experts", 2 * size, 2 * size, saved=size, launches=(2.0, 2.0), early_stop=others)

@@ -95,14 +95,17 @@ class OpList(list[Op]):
         saved = self._low_rank(name, part, (rows, columns, inner), saved, parts=parts)
         self._gemm(name, part, seconds, (rows, columns, inner), 1, saved, fp8=fp8, early_stop=early_stop)
 
-    def grouped_gemm(self, name: str, rows: Number, columns: Number, inner: Number, experts: Number) -> None:
-        """The same GEMM for each of a rank's experts, with the rows spread evenly over them."""
+    def grouped_gemm(
+        self, name: str, rows: Number, columns: Number, inner: Number, experts: Number, uneven: Number = 1.0
+    ) -> None:
+        """The same GEMM for each of a rank's experts, with the rows spread evenly over them, or so that those along the rows are
+        longer by a factor."""
         chip, job = self.job.cluster.chip, self.job
         fp8 = job.fp8 and job.framework.family != "shardwise"  # this trainer leaves experts in 16 bits
         dtype = "fp8" if fp8 else job.dtype
         seconds = (
-            grouped_gemm_seconds(chip, rows, columns, inner, experts, dtype),
-            grouped_gemm_seconds(chip, rows, inner, columns, experts, dtype),
+            uneven * grouped_gemm_seconds(chip, rows, columns, inner, experts, dtype),
+            uneven * grouped_gemm_seconds(chip, rows, inner, columns, experts, dtype),
             gemm_seconds(chip, inner, columns, rows / experts, dtype, count=experts),
         )
         forward, to_input, to_weight = seconds
