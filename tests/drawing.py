@@ -16,17 +16,19 @@ GROUPS = {
     "fp8": 1,
     "kernels": 1,
     "laws": 2,
+    "memory": 2,
     "outer": 2,
     "pages": 6,
     "pages with ranks": 1,
     "preparation": 2,
+    "profiles": 1,
     "resharding": 3,
     "searches": 2,
     "servers": 1,
 }
 """How many of its tests the small tier takes of a group: tests that start ranks by the command or disturb them (a run that suffers
-every kind of fault is always there), dry ranks beside their plan, kernels in the interpreter, fits of laws, searches of large
-jobs, …"""
+every kind of fault is always there), dry ranks beside their plan, memory and profiles of what other tests count, kernels in the
+interpreter, fits of laws, searches of large jobs, …"""
 
 
 def cases_not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:

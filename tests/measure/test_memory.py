@@ -44,6 +44,7 @@ NARROW = dict(dtype="bfloat16")
 
 
 @pytest.mark.parametrize("model", ["dense", "tied", "latent", "mixture"])
+@pytest.mark.drawn(group="memory")
 def test_copies_that_are_kept_count_where_they_stand(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: copies with the parameters, gradients in 16 bits, and nothing of a cast among what is saved."""
     for where in (apply_module, rank_module):
@@ -63,6 +64,7 @@ def test_copies_that_are_kept_count_where_they_stand(model: str, monkeypatch: py
     assert saved_activations(run, 0, rows)[0] - casts == pytest.approx(counted["saved"][0][0], rel=0.01)
 
 
+@pytest.mark.drawn(group="memory")
 def test_tensors_without_data_are_counted_alike() -> None:
     run = cases.make_run("dense", dict(recompute="attention"), layers=2, **NARROW)
     real = measured_step(0, run)
@@ -80,6 +82,7 @@ def test_plan_gives_these_numbers() -> None:
         assert {owner: owners[owner] for owner in own} == own
 
 
+@pytest.mark.drawn(group="memory")
 def test_gradients_cut_along_another_dimension_are_copied_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers dealt out expert by expert and in pieces of each: at its fullest a rank holds one matrix more."""
     model = dict(layers=1, hidden=64, heads=4, ffn=64, vocab=61, experts=8, experts_per_token=1, expert_ffn=512)

@@ -74,6 +74,7 @@ def test_muon_is_a_phase_beside_the_modules() -> None:
     assert sum(sum(passes.values()) for passes in flops.values()) == planned.total
 
 
+@pytest.mark.drawn(group="profiles")
 def test_layers_alike_cost_alike() -> None:
     run = cases.make_run("dense", dict(recompute="full"), 2, global_batch=2, microbatch=1)
     flops, activations = counted(run, module_flops, module_activations)

@@ -19,6 +19,7 @@ KEYS = dict(
 )  # fmt: skip
 
 
+@pytest.mark.drawn(group="profiles")
 def test_signal_and_variance_are_those_of_single_sequences() -> None:
     run = run_from_dict(KEYS)
     found = measure_noise(run, 0, draws=30)

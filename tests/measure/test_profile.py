@@ -154,6 +154,7 @@ def test_what_lies_beside_the_traces(profile: Path) -> None:
         assert json.load(file)["owners"]["parameters"] > 0
 
 
+@pytest.mark.drawn(group="profiles")
 def test_only_some_ranks(ranks: RankPool, tmp_path: Path) -> None:
     run = make_run(dict(shard=2), global_batch=2)
     prepare_folder(tmp_path / "new")

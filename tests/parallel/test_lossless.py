@@ -46,6 +46,7 @@ def saved_bytes(verdict: Any) -> float:
     ],
     ids=str,
 )
+@pytest.mark.drawn(1)
 def test_a_square_is_made_of_its_root_bit_for_bit(ranks: RankPool, layout: dict[str, Any], dtype: str) -> None:
     runs = [run_of("relu2", lossless, layout, dtype=dtype, steps=2) for lossless in (False, True)]
     plain, lossless = (ranks.run(run.layout.world, trained_and_measured, run) for run in runs)

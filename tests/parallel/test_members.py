@@ -64,6 +64,7 @@ def close_to(state: TrainState, weights: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.drawn(1)
 def test_replicas_that_are_all_there_train_as_a_loop_over_them(layout: dict[str, Any]) -> None:
     run, count = make(layout), layout["replicate"]
     losses, weights = outer_reference.simulated(replace(run, layout=replace(run.layout, sync_elastic=False)))

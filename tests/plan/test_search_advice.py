@@ -41,6 +41,7 @@ def auto(preset: str, nodes: int, layout: Any = "auto", **train: Any) -> Run:
     ],
     ids=["one machine", "eight machines", "experts"],
 )
+@pytest.mark.drawn(1)
 def test_what_is_wrong_with_a_change_comes_first(run: Run) -> None:
     found = search(run, keep=10)
     for change in found.next_changes:

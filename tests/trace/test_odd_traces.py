@@ -81,6 +81,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.mark.usefixtures("usual")  # by then everything is imported
 @pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
+@pytest.mark.drawn(6)
 def test_an_odd_profile_takes_no_longer_than_three_usual_ones(make: Writer, tmp_path: Path) -> None:
     odd = made(tmp_path / "odd", make, SMALL)
     plain = made(tmp_path / "plain", odd_traces.plain, plain_events(make, SMALL))
