@@ -161,6 +161,7 @@ FEWER: list[tuple[str, Layout, int, tuple[int, ...]]] = [
     ("mixture", dict(pipeline=2, shard=2, zero=3, schedule="zb-v", recompute="full"), 12, (0, 3)),
     ("dense", dict(pipeline=3, context=2, zero=1, schedule="zb-h1"), 16, (0, 5)),
     ("mixture", dict(pipeline=2, shard=2, zero=1, schedule="dualpipe"), 12, (0, 3)),
+    ("dense", dict(pipeline=4, shard=2, zero=3, schedule="dualpipe"), 20, (0, 2, 4)),
 ]
 
 
@@ -192,6 +193,7 @@ def test_a_few_microbatches_say_what_all_of_them_do(
         (dict(schedule="interleaved", zero=1), 12, 4, range(2, 3)),
         (dict(schedule="interleaved", zero=1), 13, 13, range(0)),  # the last round moves every round before it
         (dict(schedule="dualpipe", zero=1), 20, 4, [1, 3]),  # one each way
+        (dict(schedule="dualpipe"), 20, 8, [2, 6]),  # four rounds of ZeRO-3
     ],
     ids=str,
 )

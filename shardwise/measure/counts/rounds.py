@@ -39,12 +39,12 @@ def microbatches_to_run(run: Run, rank: int) -> tuple[int, Sequence[int]]:
     if facts_of(run.objective).reference:  # whose passes come before all others
         return whole, range(0)
     unit = lay.pipeline if lay.zero == 3 else 1
-    # In the first the last round moves every round before it; in the second not every microbatch is handed over; in the third what
-    # a pass gathers depends on both directions.
+    # In the first the last round moves every round before it; in the second not every microbatch is handed over.
     uneven = (lay.schedule == "interleaved" and whole % lay.pipeline) or lay.schedule == "bpipe"
-    uneven = uneven or (lay.directions > 1 and lay.zero == 3)
+    # From both ends, a microbatch that gathers as those between do is there from four rounds on: the one in the middle each way.
+    least = MOST_ROUNDS if lay.directions > 1 and lay.zero == 3 else 1
     peak = activations(run, rank)
-    for rounds in range(1, 1 if uneven else 1 + MOST_ROUNDS):
+    for rounds in range(least, 1 if uneven else 1 + MOST_ROUNDS):
         count = fewer_rounds(lay.pipeline, whole, rounds)
         if whole > count >= max(FEWEST, 3 * unit) and activations(with_microbatches(run, count), rank) == peak:
             if lay.directions > 1:  # one each way
