@@ -46,7 +46,7 @@ OWNER = {
 }
 
 PASS = {
-    "forward": CATEGORY["matmul"],
+    "forward": "#303c9c",
     "recompute": "#8fc1e8",
     "backward": "#d8843a",
     "backward_input": "#e8a552",

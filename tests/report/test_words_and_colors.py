@@ -139,11 +139,27 @@ def _apart(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("together", "least"), [(colors.AXIS, 0.11), (colors.OWNER, 0.105), (colors.CATEGORY, 0.06), (colors.PASS, 0.075)]
+    ("together", "least"),
+    [
+        (colors.AXIS, 0.11),
+        (colors.OWNER, 0.105),
+        (colors.CATEGORY, 0.06),
+        (colors.PASS, 0.075),
+        (colors.CATEGORY | colors.PASS, 0.025),  # a timeline has passes where spans name them, else categories
+    ],
 )
 def test_colours_that_meet_are_told_apart_by_all_eyes(together: dict[str, str], least: float) -> None:
     for (one, first), (other, second) in combinations(together.items(), 2):
         assert _apart(first, second) >= least, (one, other)
+
+
+def test_passes_and_matrices_are_told_apart_in_greyscale() -> None:
+    """By luma, of 255 levels."""
+    shown = (colors.PASS["forward"], colors.PASS["backward"], colors.CATEGORY["matmul"])
+    levels = [
+        sum(w * int(c[i : i + 2], 16) for w, i in zip((0.299, 0.587, 0.114), (1, 3, 5), strict=True)) for c in shown
+    ]
+    assert all(abs(one - other) >= 35 for one, other in combinations(levels, 2)), levels
 
 
 def test_colours_show_on_both_papers() -> None:
