@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shardwise.measure.verify import TOLERANCE, random_batch, verify_rank
+from shardwise.parallel.activations import quantized as quantized_activations
 from shardwise.run import Run, run_from_dict
 from shardwise.train.step import TrainState
 
@@ -40,3 +41,17 @@ def test_it_is_the_same_bits_and_the_bytes_of_the_plan(layout: dict[str, Any], m
         assert torch.equal(one, other)
     verdict = verify_rank(run, steps=1)
     assert not verdict.beyond(TOLERANCE), verdict.beyond(TOLERANCE)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_packed_tensors_are_the_cpus(bits: int, dtype: torch.dtype) -> None:
+    """Bit for bit: the kernels fuse no product with a sum, and divide as plain operations do."""
+    x = (torch.randn(100_001, generator=torch.Generator().manual_seed(bits)) * 3).to(dtype)
+    there = quantized_activations.quantize(x.cuda(), bits)
+    here = quantized_activations.quantize(x, bits)
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(there, here, strict=True))
+    told = dict(bits=bits, numel=x.numel(), dtype=dtype)
+    assert torch.equal(
+        quantized_activations.dequantize(*there, **told).cpu(), quantized_activations.dequantize(*here, **told)
+    )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import cases
 import numpy as np
 import pytest
 import torch
+from interpreted_kernels import Interpreter
 from parallel_pool import RankPool
 
 from shardwise.measure.verify import TOLERANCE, verify_rank
@@ -48,6 +50,10 @@ def reference(x: np.ndarray, bits: int) -> np.ndarray:
         part = out[start : start + GROUP]
         part[:] = (code * step + least)[: part.size]
     return out
+
+
+def test_the_kernels_give_the_bits_of_plain_operations(interpreter: Interpreter) -> None:
+    interpreter.run(Path(__file__).with_name("group_bits_kernels.py"))
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])

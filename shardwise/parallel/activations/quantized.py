@@ -2,8 +2,8 @@
 rounded up or down at random so that the mean is right.
 
 A tensor is padded to whole groups, each with its least value and its step in float32. What decides the rounding is no state that a
-checkpoint would have to hold, but a hash of a value's bits and its place: the same tensor is always rounded alike. Bytes:
-`run/saved_tensors.py`.
+checkpoint would have to hold, but a hash of a value's bits and its place: the same tensor is always rounded alike. On a GPU each
+way is one kernel (`model/kernels/group_bits.py`), with the same bits. Bytes: `run/saved_tensors.py`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Codes and the groups' least values and steps, of a flat tensor."""
     codes = torch.empty(groups_of(x.numel()) * GROUP * bits // 8, dtype=torch.uint8, device=x.device)
     ranges = torch.empty(groups_of(x.numel()), 2, dtype=torch.float32, device=x.device)
+    if x.is_cuda:
+        from shardwise.model.kernels.group_bits import pack_groups
+
+        pack_groups(x, codes, ranges, bits, GROUP)
+        return codes, ranges
     for first in range(0, x.numel(), AT_ONCE):
         some = x[first : first + AT_ONCE].to(torch.float32)
         whole = pad(some, (0, groups_of(some.numel()) * GROUP - some.numel()))
@@ -58,6 +63,10 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def dequantize(codes: Tensor, ranges: Tensor, *, bits: int, numel: int, dtype: torch.dtype) -> Tensor:
     """The flat tensor that was quantized, about."""
+    if codes.is_cuda:
+        from shardwise.model.kernels.group_bits import unpack_groups
+
+        return unpack_groups(codes, ranges, bits, GROUP, numel, dtype)
     out, each = torch.empty(numel, dtype=dtype, device=codes.device), 8 // bits
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     for first in range(0, numel, AT_ONCE):

@@ -24,8 +24,6 @@ from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import ByPass, Op, OpList, regroups_tensor, span
 from shardwise.run.saved_tensors import GROUP, quantized_bytes, quantized_tensors
 
-PACK, UNPACK = 150.0, 30.0
-"""Bytes read and written to quantize and dequantize a value, about, as `parallel/activations/quantized.py` is written."""
 TILE = 128.0
 """Rows of a grouped GEMM that are computed together, in most of its kernels."""
 CHUNKED_BYTES = 6.0
@@ -274,10 +272,15 @@ def _moe(ops: OpList) -> None:
         _feed_forward(ops, m.expert_ffn * m.shared_experts)
 
 
+def _quantized(job: Job, routed: bool) -> frozenset[str]:
+    """The saved tensors of a layer that are kept in few bits, each packed and unpacked by a kernel."""
+    m = job.model
+    return quantized_tensors(routed=routed, parallel_block=m.parallel_block, gated=m.gated, activation=m.activation)
+
+
 def quantized_values(job: Job, *, routed: bool) -> Number:
     """Values of a layer's saved tensors that are kept in few bits."""
-    m = job.model
-    words = quantized_tensors(routed=routed, parallel_block=m.parallel_block, gated=m.gated, activation=m.activation)
+    m, words = job.model, _quantized(job, routed)
     wide = len(words & {"gate", "up", "function", "inner"})
     return (len(words) - wide) * residual_tokens(job) * m.hidden + wide * job.rows * m.ffn / job.layout.tensor
 
@@ -286,11 +289,13 @@ def layer(job: Job, *, routed: bool) -> OpList:
     """One decoder layer, MoE or dense."""
     ops = OpList(job)
     if job.memory.activation_bits:
-        values = quantized_values(job, routed=routed)
-        spared = values * (job.width - quantized_bytes(GROUP, job.memory.activation_bits) / GROUP)
-        ops.elementwise(
-            "quantized activations", "norm", values * PACK, values * UNPACK, saved=-spared, launches=(30.0, 8.0)
-        )
+        values, kernels = quantized_values(job, routed=routed), float(len(_quantized(job, routed)))
+        few = quantized_bytes(GROUP, job.memory.activation_bits) / GROUP
+        moved, spared = (
+            values * (job.width + few),
+            values * (job.width - few),
+        )  # each way reads the one and writes the other
+        ops.elementwise("quantized activations", "norm", moved, moved, saved=-spared, launches=(kernels, kernels))
     _attention(ops)
     if job.model.has_ffn_norm:
         _norm(ops, residual_tokens(job))
