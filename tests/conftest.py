@@ -150,6 +150,8 @@ def place_of(path: Path) -> tuple[bool, int, str]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the other tier. Long files begin first, single runs of ranks fill the end."""
+    # What is drawn follows from the order, which is to be that of every worker.
+    items.sort(key=lambda item: place_of(item.path))
     for item in items:
         for mark in item.iter_markers("large"):
             assert mark.args, f"{item.nodeid}: say what the large tier finds by it"
@@ -161,8 +163,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out = cases_not_drawn(items, config.option.seed)
             config.hook.pytest_deselected(items=[item for item in items if item in left_out])
             items[:] = [item for item in items if item not in left_out]
-
-    items.sort(key=lambda item: place_of(item.path))
 
 
 def fewer_examples(items: list[pytest.Item]) -> None:
