@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from shardwise.run.config import all_keys
 
-HELP = """Print what a shell needs to complete commands: eval "$(shardwise completion bash)" in ~/.bashrc, also zsh in ~/.zshrc,
-and `shardwise completion fish | source` in config.fish."""
+HELP = """Print shell completion. For bash put eval "$(shardwise completion bash)" into ~/.bashrc, for zsh the same with zsh into
+~/.zshrc, for fish `shardwise completion fish | source` into config.fish."""
 
 SCRIPTS = {
     "bash": """_shardwise() {
@@ -38,8 +38,8 @@ compdef _shardwise shardwise
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
-    parser.add_argument("shell", choices=tuple(SCRIPTS), help="whose completion")
-    parser.add_argument("--line", help="what was typed; prints what may follow (the shells ask this)")
+    parser.add_argument("shell", choices=tuple(SCRIPTS), help="the shell")
+    parser.add_argument("--line", help="print the completions of this line (called by the shells)")
 
 
 def execute(args: argparse.Namespace) -> int:

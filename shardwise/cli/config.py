@@ -12,8 +12,8 @@ from shardwise.run import PRESETS, UserError, read_planned, read_run, to_dict, t
 from shardwise.run.presets import pretraining
 from shardwise.run.write import schema
 
-HELP = """Print the resolved run as TOML, or with --schema every key with its type, default and meaning; --chips and --presets list
-what cluster.chip and model.preset may name."""
+HELP = """Print the resolved run as TOML. --schema prints every key with its type, default and meaning; --chips and --presets list
+the names that cluster.chip and model.preset accept."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,12 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", help="the run, a TOML file")
     lists = parser.add_mutually_exclusive_group()
     lists.add_argument("--schema", action="store_true", help="list every key instead")
-    lists.add_argument("--chips", action="store_true", help="list the chips that cluster.chip may name")
-    lists.add_argument("--presets", action="store_true", help="list the models that model.preset may name")
+    lists.add_argument("--chips", action="store_true", help="list the names for cluster.chip")
+    lists.add_argument("--presets", action="store_true", help="list the names for model.preset")
     parser.add_argument(
-        "--planned", action="store_true", help="as `plan` reads it: precision and batch of the preset where none is set"
+        "--planned", action="store_true", help="as `plan` reads it: precision and batch from the preset if not set"
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def execute(args: argparse.Namespace) -> int:

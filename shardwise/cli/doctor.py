@@ -13,14 +13,14 @@ from shardwise.run import UserError, read_run
 if TYPE_CHECKING:
     from shardwise.measure.doctor import Finding
 
-HELP = """Look at what runs need of this machine: packages, PyTorch, GPUs and their clocks, NCCL, limits, disk, clock. With a run,
-also whether that run can start here. Exit code 1 where something will fail."""
+HELP = """Check what runs need on this machine: packages, PyTorch, GPUs and their clocks, NCCL, limits, disk, clock. With a run,
+also check whether that run can start here. Exit code 1 if something will fail."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
-    parser.add_argument("run", nargs="?", help="a run, a TOML file: can it start here?")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("run", nargs="?", help="also check whether this run, a TOML file, can start here")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -18,10 +18,10 @@ from shardwise.run.problems import EXTRA_OF, UserError, install, nearest
 
 # Verb to (module, what it does). The texts are here so that `--help` imports nothing.
 VERBS: dict[str, tuple[str, str]] = {
-    "plan": ("shardwise.cli.planning.plan", "what a run needs and how fast it goes; the best layout for it"),
-    "workbench": ("shardwise.cli.planning.workbench", "a page where a run's keys are controls, and the plan follows"),
+    "plan": ("shardwise.cli.planning.plan", "predict memory, speed and cost of a run; find its best layout"),
+    "workbench": ("shardwise.cli.planning.workbench", "change a run on a page and see its plan at once"),
     "train": ("shardwise.cli.training.train", "train a run, or resume one"),
-    "watch": ("shardwise.cli.training.watch", "runs on a page while they train, or afterwards, beside their plan"),
+    "watch": ("shardwise.cli.training.watch", "show runs on a page beside their plan, during training or later"),
     "launch": (
         "shardwise.cli.training.launch",
         "write, submit and follow the job of a run on Slurm, Kubernetes or hosts",
@@ -29,34 +29,40 @@ VERBS: dict[str, tuple[str, str]] = {
     "checkpoints": ("shardwise.cli.training.checkpoints", "list the checkpoints of a run, and verify them"),
     "profile": (
         "shardwise.cli.measuring.profile",
-        "record a few steps of a run, for `shardwise trace`; cost by module",
+        "record a few steps of a run for `shardwise trace`; show the cost by module",
     ),
     "trace": ("shardwise.cli.trace.verb", "explain where the time of a profile went, and what to change first"),
     "verify": (
         "shardwise.cli.measuring.verify",
-        "compare plan and run, account by account; --dry: one rank of any job, without data",
+        "compare a run with its plan; --dry: one rank of a job of any size, without data",
     ),
     "validate": ("shardwise.cli.planning.validate", "predict published measurements and print the errors"),
-    "gallery": ("shardwise.cli.planning.gallery", "tables of papers, as published and as planned, side by side"),
-    "bench": ("shardwise.cli.measuring.bench", "measure this machine into a profile for the planner"),
-    "serve": ("shardwise.cli.serving.serve", "a checkpoint behind OpenAI's HTTP API"),
-    "load": ("shardwise.cli.serving.load", "measure how fast a server of that API answers"),
+    "gallery": ("shardwise.cli.planning.gallery", "show tables of papers as published and as planned, side by side"),
+    "bench": ("shardwise.cli.measuring.bench", "measure this machine and write a profile for the planner"),
+    "serve": ("shardwise.cli.serving.serve", "serve a checkpoint over OpenAI's HTTP API"),
+    "load": ("shardwise.cli.serving.load", "measure how fast such a server answers"),
     "generate": ("shardwise.cli.serving.generate", "continue text with a checkpoint"),
-    "eval": ("shardwise.cli.serving.eval", "loss and perplexity of data sets; right answers to questions"),
-    "config": ("shardwise.cli.config", "print the resolved run; every key, chip and preset there is"),
-    "budget": ("shardwise.cli.planning.budget", "the best model for a budget: size, tokens, layout, days and cost"),
-    "scale": ("shardwise.cli.scale.verb", "scaling laws fitted to runs; the loss of larger ones, with an interval"),
+    "eval": ("shardwise.cli.serving.eval", "measure loss and perplexity on data sets, and accuracy on questions"),
+    "config": ("shardwise.cli.config", "print the resolved run, or all keys, chips and presets"),
+    "budget": (
+        "shardwise.cli.planning.budget",
+        "find the best model for a budget: size, tokens, layout, days and cost",
+    ),
+    "scale": (
+        "shardwise.cli.scale.verb",
+        "fit scaling laws to runs; predict the loss of larger ones, with an interval",
+    ),
     "data": ("shardwise.cli.files.data", "turn text or conversations into token shards"),
     "quantize": (
         "shardwise.cli.files.quantize",
-        "weights of a checkpoint in 8 or 4 bits, with the perplexity before and after",
+        "round weights to 8 or 4 bits; print the perplexity before and after",
     ),
-    "convert": ("shardwise.cli.files.convert", "weights to and from Hugging Face folders"),
+    "convert": ("shardwise.cli.files.convert", "convert weights and adapters to and from Hugging Face folders"),
     "doctor": (
         "shardwise.cli.doctor",
-        "what is installed and works on this machine, what will fail, and how to fix it",
+        "check what works on this machine, what will fail, and how to fix it",
     ),
-    "completion": ("shardwise.cli.completion", "completion of verbs, options and keys for bash, zsh or fish"),
+    "completion": ("shardwise.cli.completion", "print shell completion for bash, zsh or fish"),
 }
 
 _OVERRIDE = re.compile(r"--([A-Za-z_]\w*\.\w+|name|layout)(=.*)?", re.DOTALL)

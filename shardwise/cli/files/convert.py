@@ -10,28 +10,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-HELP = "weights and adapters to and from Hugging Face safetensors"
+HELP = """Convert weights and adapters to and from Hugging Face safetensors."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the directions and their arguments."""
     ways = parser.add_subparsers(dest="way", required=True, metavar="from-hf | to-hf | from-peft | to-peft")
-    inward = ways.add_parser("from-hf", help="a Hugging Face folder into a checkpoint")
+    inward = ways.add_parser("from-hf", help="convert a Hugging Face folder to a checkpoint")
     inward.add_argument("source", metavar="HF_DIR", help="folder with config.json and safetensors files")
-    outward = ways.add_parser("to-hf", help="a checkpoint, or a run's newest one, into a Hugging Face folder")
+    outward = ways.add_parser("to-hf", help="convert a checkpoint, or a run's newest one, to a Hugging Face folder")
     outward.add_argument("source", metavar="CHECKPOINT", help="checkpoint or run folder")
-    outward.add_argument("--dtype", choices=DTYPES, help="dtype to write; as stored unless given")
-    outward.add_argument(
-        "--merge", action="store_true", help="merge a run's adapters into the weights they were trained beside"
-    )
-    adapters = ways.add_parser("to-peft", help="a run's adapters into a folder that peft reads")
-    adapters.add_argument("source", metavar="RUN_DIR", help="checkpoint or run folder that holds adapters")
-    foreign = ways.add_parser("from-peft", help="adapters that peft wrote into a checkpoint")
+    outward.add_argument("--dtype", choices=DTYPES, help="dtype to write (default: as stored)")
+    outward.add_argument("--merge", action="store_true", help="merge a run's adapters into its base weights")
+    adapters = ways.add_parser("to-peft", help="convert a run's adapters to a folder for peft")
+    adapters.add_argument("source", metavar="RUN_DIR", help="checkpoint or run folder with adapters")
+    foreign = ways.add_parser("from-peft", help="convert adapters from peft to a checkpoint")
     foreign.add_argument("source", metavar="DIR", help="folder with adapter_config.json and adapter_model.safetensors")
-    foreign.add_argument("--base", default="", help="checkpoint they belong to; the folder that they name unless given")
+    foreign.add_argument(
+        "--base", default="", help="checkpoint of the base model (default: the folder that the adapters name)"
+    )
     for way in (inward, outward, adapters, foreign):
-        way.add_argument("out", metavar="OUT_DIR", help="folder to make; must not exist, or be empty")
+        way.add_argument("out", metavar="OUT_DIR", help="folder to create; must be new or empty")
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardwise.data.chat.job import ChatOptions
     from shardwise.data.shards import TokenSet
 
-HELP = "turn text, JSONL or Parquet into token shards, and show what they hold"
+HELP = """Turn text, JSONL or Parquet into token shards, and show their content."""
 
 _EXCERPT = 200
 SECONDS_BETWEEN_LINES = 10.0
@@ -45,35 +45,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="raw bytes (default), a tokenizer.json, or a folder with one",
     )
     build.add_argument(
-        "--end", default="", metavar="TOKEN", help="the token that ends a document, where its name is unusual"
+        "--end", default="", metavar="TOKEN", help="the token that ends a document, if its name is unusual"
     )
     build.add_argument(
         "--field", default="text", help="JSONL field or Parquet column that holds the text (default: text)"
     )
     build.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: one for each core)")
     build.add_argument("--shard-tokens", type=int, default=2**29, metavar="N", help="tokens in a shard (default: 2^29)")
-    build.add_argument("--restart", action="store_true", help="discard what the folder holds of an earlier build")
+    build.add_argument("--restart", action="store_true", help="discard an earlier build in the folder")
     build.add_argument("--json", action="store_true", help="print the summary as JSON")
     chat = build.add_argument_group("conversations")
     chat.add_argument(
         "--chat",
         action="store_true",
-        help="rows are conversations, of which the assistant's words are learned: messages (OpenAI), conversations (ShareGPT), "
+        help="rows are conversations, and only the assistant's words are learned: messages (OpenAI), conversations (ShareGPT), "
         "instruction and output (Alpaca), prompt and completion, chosen and rejected, prompt with completion and label, or "
         "prompts alone",
     )
     chat.add_argument(
         "--kind",
         choices=("chat", "pairs", "labels", "prompts"),
-        help="what rows are (default: as the fields of the first say)",
+        help="kind of the rows (default: by the fields of the first row)",
     )
     chat.add_argument("--chat-template", metavar="FILE", help="Jinja template to use instead of the tokenizer's")
-    chat.add_argument("--template-name", default="", metavar="NAME", help="which of several templates of the tokenizer")
+    chat.add_argument(
+        "--template-name", default="", metavar="NAME", help="name of the template, if the tokenizer has several"
+    )
     chat.add_argument(
         "--learn",
         choices=("all", "last"),
         default="all",
-        help="all answers of a conversation (default), or the last alone",
+        help="learn all answers of a conversation (default), or only the last",
     )
     chat.add_argument(
         "--max-tokens",
@@ -87,25 +89,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="documents to show on a terminal, what is learned in colour (3)",
+        help="documents to show on a terminal, with learned tokens in colour (3)",
     )
 
     from shardwise.cli.files.prepare import add_prepare
 
     add_prepare(verbs)
     show = verbs.add_parser(
-        "show", help="what a set holds", description="What a token set holds, with its first lines."
+        "show", help="show the content of a set", description="Show the content of a token set, with its first lines."
     )
     show.add_argument("folder", metavar="DIR", help="a folder made by `shardwise data build`")
-    show.add_argument("--samples", type=int, default=3, metavar="N", help="of conversations: documents to show (3)")
+    show.add_argument("--samples", type=int, default=3, metavar="N", help="for conversations: documents to show (3)")
     show.add_argument("--json", action="store_true", help="print as JSON")
 
     score = verbs.add_parser(
         "score",
         help="score the sets of a run with its reference or teacher, and write the scores beside them",
-        description="Pass the sets of a run through its reference (dpo: the log-probability of every learned token) or its teacher "
-        "(distill: the likeliest tokens) and write the scores beside them, in scores-reference or scores-teacher. With "
-        "objective.stored = true the run reads that, and needs no second network. Several ranks are started as by `train`.",
+        description="Run the reference (dpo: the log-probability of every learned token) or the teacher (distill: the likeliest "
+        "tokens) of a run over its sets, and write the scores beside them, in scores-reference or scores-teacher. With "
+        "objective.stored = true the run reads these and needs no second network. Starts several ranks as `train` does.",
     )
     score.add_argument("run", help="the run, a TOML file; override it with --section.key=value")
 

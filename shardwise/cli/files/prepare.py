@@ -27,9 +27,9 @@ def add_prepare(verbs: Any) -> None:
     prepare = verbs.add_parser(
         "prepare",
         help="read, filter and deduplicate raw files by a recipe, into token sets",
-        description="Do a recipe: read JSONL, Parquet, WARC and text, compressed or not; extract, filter, deduplicate, mask; write "
-        "the documents that are left, a token set of each source, statistics, and the fate of every document. After an "
-        "interruption the same command goes on. The result does not depend on the executor or the number of workers.",
+        description="Execute a recipe: read JSONL, Parquet, WARC and text, compressed or not; extract, filter, deduplicate, mask; "
+        "write the remaining documents, a token set for each source, statistics, and the fate of every document. After an "
+        "interruption the same command resumes. The result does not depend on the executor or the number of workers.",
     )
     prepare.add_argument("recipe", metavar="RECIPE.toml", help="sources, steps and tokenizer")
     prepare.add_argument(
@@ -39,12 +39,14 @@ def add_prepare(verbs: Any) -> None:
         "--executor",
         choices=("local", "ray", "slurm"),
         default="local",
-        help="processes of this machine (default), Ray's workers, or Slurm arrays, which are submitted",
+        help="processes on this machine (default), Ray workers, or submitted Slurm arrays",
     )
     prepare.add_argument(
         "--workers", type=int, default=0, metavar="N", help="processes or workers (default: one for each core)"
     )
-    prepare.add_argument("--restart", action="store_true", help="discard what the folder holds of an earlier recipe")
+    prepare.add_argument(
+        "--restart", action="store_true", help="discard the results of an earlier recipe in the folder"
+    )
     prepare.add_argument(
         "--option", action="append", default=[], metavar="=--WORD", help="Slurm: one more option of sbatch"
     )
@@ -55,20 +57,23 @@ def add_prepare(verbs: Any) -> None:
 
     fate = verbs.add_parser(
         "fate",
-        help="what became of documents of a prepared corpus",
-        description="What became of a document: kept, changed by which steps, or removed by which, why, and in favour of "
-        "which other.",
+        help="show the fate of documents in a prepared corpus",
+        description="Show the fate of documents: kept, changed by which steps, or removed by which step, why, and in favour of "
+        "which other document.",
     )
     fate.add_argument("folder", metavar="DIR", help="the folder of `shardwise data prepare`")
     fate.add_argument(
-        "documents", nargs="*", metavar="FILE[:PLACE]", help="documents, or files whose documents are all listed"
+        "documents", nargs="*", metavar="FILE[:PLACE]", help="documents, or files with all their documents"
     )
     fate.add_argument(
-        "--step", default="", metavar="KIND", help="those that ended at a step; `kept` for those that stay, `read`"
+        "--step",
+        default="",
+        metavar="KIND",
+        help="only documents that ended at this step; also `kept`, and `read` for unreadable ones",
     )
-    fate.add_argument("--reason", default="", metavar="WORDS", help="those whose reason contains the words")
-    fate.add_argument("--limit", type=int, default=20, metavar="N", help="the first N (20)")
-    fate.add_argument("--json", action="store_true", help="print as JSON, a document a line")
+    fate.add_argument("--reason", default="", metavar="WORDS", help="only documents whose reason contains these words")
+    fate.add_argument("--limit", type=int, default=20, metavar="N", help="show the first N (20)")
+    fate.add_argument("--json", action="store_true", help="print JSON, one document per line")
 
 
 def execute_prepare(args: argparse.Namespace) -> int:

@@ -13,8 +13,8 @@ from shardwise.run.problems import Problem, UserError
 if TYPE_CHECKING:
     from shardwise.quantize.layers import Method
 
-HELP = """Round the matrices of a checkpoint, or of the newest one of a run folder, to 8 or 4 bits, and write a Hugging Face folder
-in the form of compressed-tensors, which `shardwise serve`, vLLM and transformers read. Prints the perplexity before and after."""
+HELP = """Round the matrices of a checkpoint, or of the newest one of a run folder, to 8 or 4 bits. Writes a Hugging Face folder
+in the compressed-tensors format, which `shardwise serve`, vLLM and transformers read. Prints the perplexity before and after."""
 WEIGHTS = ("fp8", "int8", "int4")
 METHODS = ("round", "gptq", "awq", "smoothquant")
 
@@ -22,20 +22,22 @@ METHODS = ("round", "gptq", "awq", "smoothquant")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a checkpoint or a run folder")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to make; must not exist, or be empty")
-    parser.add_argument("--weights", choices=WEIGHTS, required=True, help="what matrices are rounded to")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to create; must be new or empty")
+    parser.add_argument("--weights", choices=WEIGHTS, required=True, help="format of the matrices")
     methods = (
-        "how: to the nearest; GPTQ; AWQ; SmoothQuant, whose inputs are rounded as well (int8: round, others: gptq)"
+        "round to nearest, GPTQ, AWQ, or SmoothQuant, which rounds inputs too (default: round for int8, else gptq)"
     )
     parser.add_argument("--method", choices=METHODS, help=methods)
     data = "calibration data: a set of tokens (`shardwise data build`) or a file of text (default: the run's data)"
     parser.add_argument("--set", dest="data", metavar="DATA", type=Path, help=data)
     parser.add_argument("--sequences", type=at_least(1), default=128, help="sequences to calibrate on (128)")
-    parser.add_argument("--eval-sequences", type=at_least(1), default=64, help="sequences of the perplexity (64)")
+    parser.add_argument(
+        "--eval-sequences", type=at_least(1), default=64, help="sequences to measure the perplexity on (64)"
+    )
     parser.add_argument("--group", type=at_least(8), default=128, help="int4: weights that share a scale (128)")
     parser.add_argument("--symmetric", action="store_true", help="int4: no zero points")
     parser.add_argument("--act-order", action="store_true", help="gptq: columns with the largest inputs first")
-    parser.add_argument("--damping", type=at_least(0, float), default=0.01, help="gptq: of the Hessian (0.01)")
+    parser.add_argument("--damping", type=at_least(0, float), default=0.01, help="gptq: damping of the Hessian (0.01)")
     parser.add_argument("--alpha", type=at_least(0, float), default=0.5, help="smoothquant: migration strength (0.5)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

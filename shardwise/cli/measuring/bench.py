@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from shardwise.measure.bench.machine import Progress
     from shardwise.train.processes.environment import RankEnvironment
 
-HELP = """Measure this machine: GEMMs, attention, copies, the host overhead of a training step and, with --ranks, collectives;
-with --serve, the steps of the serving engine. Use the profile with `shardwise plan RUN --cluster.profile=FILE`."""
+HELP = """Measure this machine: GEMMs, attention, copies, the host overhead of a training step, and with --ranks collectives.
+--serve measures the steps of the serving engine. Use the profile with `shardwise plan RUN --cluster.profile=FILE`."""
 
 SECONDS, QUICK_SECONDS = 60.0, 10.0
 COLUMNS = ("size(B)", "count", "type", "redop", "time(us)", "algbw(GB/s)", "busbw(GB/s)")
@@ -34,20 +34,22 @@ COLUMNS = ("size(B)", "count", "type", "redop", "time(us)", "algbw(GB/s)", "busb
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
-    parser.add_argument("--out", metavar="FILE", default="hardware-profile.json", help="default: hardware-profile.json")
+    parser.add_argument(
+        "--out", metavar="FILE", default="hardware-profile.json", help="file to write (default: hardware-profile.json)"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--ranks", type=int, metavar="N", help="also measure collectives over N ranks of this machine")
     parser.add_argument("--serve", action="store_true", help="measure the steps of the serving engine instead")
     parser.add_argument("--only", choices=("kernels", "collectives"), help="measure only these")
     parser.add_argument(
-        "--seconds", type=float, help=f"about how long to measure, kernels and collectives each (default {SECONDS:.0f})"
+        "--seconds", type=float, help=f"approximate time for kernels and for collectives, each (default {SECONDS:.0f})"
     )
     parser.add_argument("--quick", action="store_true", help=f"fewer shapes, about {QUICK_SECONDS:.0f} seconds")
     parser.add_argument(
         "--rehearse",
         dest="run",
         metavar="RUN",
-        help="measure the GEMMs and the attention of one rank of this run, as they run in its step",
+        help="measure the GEMMs and the attention of one rank of this run, as in its step",
     )
     parser.add_argument("--rank", type=at_least(0), default=0, help="rehearse: which rank (default 0)")
     parser.add_argument("--json", action="store_true", help="print the profile instead of tables")

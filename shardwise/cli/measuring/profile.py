@@ -15,8 +15,8 @@ from shardwise.run import Problem, Run, UserError, counted, read_run
 if TYPE_CHECKING:
     from shardwise.train.processes.environment import RankEnvironment
 
-HELP = """Record a few steps of the real trainer on all ranks: a trace of each, memory by owner, the run and its plan, in a folder
-that `shardwise trace` explains. --modules also counts FLOPs, memory and time by module."""
+HELP = """Record a few steps of the real trainer on all ranks. The folder gets a trace of each rank, memory by owner, the run and
+its plan; `shardwise trace` explains it. --modules also counts FLOPs, memory and time by module."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,11 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="the profile's folder (default: runs/NAME/profile)")
     parser.add_argument("--steps", type=int, default=3, help="steps to record (default 3)")
     parser.add_argument("--warmup", type=int, default=3, help="warm-up steps before them (default 3)")
-    parser.add_argument(
-        "--ranks", metavar="0,3-5", help="ranks to record (default all); the others take part unrecorded"
-    )
-    parser.add_argument("--modules", action="store_true", help="also print and store what each module costs")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--ranks", metavar="0,3-5", help="ranks to record (default all); the others run unrecorded")
+    parser.add_argument("--modules", action="store_true", help="also print and store the cost of each module")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def execute(args: argparse.Namespace) -> int:

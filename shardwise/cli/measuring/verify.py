@@ -18,25 +18,29 @@ from shardwise.run import Run, UserError, counted, read_planned, read_run
 if TYPE_CHECKING:
     from shardwise.measure.verify import Verdict
 
-HELP = """Run a few steps of the real trainer, count, and print plan and run side by side: FLOPs, bytes on every axis, memory by
-owner, the schedule, time. --dry runs one rank of a job of any size here, without data. --rehearse runs one with its real kernels on
-this machine's GPU, and stand-ins for its collectives. A run with serve.rate or serve.concurrency gives its load to an engine here,
-or --load what was measured of a server. Exit code 1 when they differ."""
+HELP = """Run a few steps of the real trainer and compare them with the plan: FLOPs, bytes on every axis, memory by owner, the
+schedule, time. --dry runs one rank of a job of any size here, without data. --rehearse runs one rank with its real kernels on
+this machine's GPU and stand-ins for its collectives. A run with serve.rate or serve.concurrency runs its load on an engine here;
+--load compares the measurements of a server instead. Exit code 1 if plan and run differ."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("run", help="the run, a TOML file")
-    parser.add_argument("--dry", action="store_true", help="one rank, with tensors and communication without data")
     parser.add_argument(
-        "--rehearse", action="store_true", help="one rank, with real kernels and memory and stand-ins for collectives"
+        "--dry", action="store_true", help="run one rank without data: tensors have shapes only, and nothing is sent"
     )
     parser.add_argument(
-        "--hold", action="store_true", help="rehearse: each collective takes the time that the plan says"
+        "--rehearse",
+        action="store_true",
+        help="run one rank with real kernels and memory, and stand-ins for collectives",
     )
+    parser.add_argument("--hold", action="store_true", help="rehearse: each collective takes its planned time")
     parser.add_argument("--tune", action="store_true", help="rehearse: find the fastest GEMMs first, as training does")
-    parser.add_argument("--trace", type=new_file, metavar="FILE", help="rehearse: keep the profile of a step here")
-    parser.add_argument("--load", metavar="FILE", help="a run that serves: what `shardwise load --json` printed")
+    parser.add_argument(
+        "--trace", type=new_file, metavar="FILE", help="rehearse: write the profile of a step to this file"
+    )
+    parser.add_argument("--load", metavar="FILE", help="for a run with [serve]: the output of `shardwise load --json`")
     parser.add_argument("--rank", type=at_least(0), help="dry or rehearse: which rank (default 0)")
     parser.add_argument("--steps", type=at_least(1), default=3, help="steps to time (default 3)")
     parser.add_argument(
@@ -45,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="also fail when the step time differs by more than this share",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="also write a page")
 
 

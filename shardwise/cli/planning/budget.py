@@ -14,44 +14,51 @@ if TYPE_CHECKING:
     from shardwise.scale.fit import Fit
     from shardwise.scale.optimum import Loss
 
-HELP = """Which model to train with a budget: size and tokens by a law, layout, days and cost by the planner, together; and what
-another size would cost. With --serve-tokens its use is counted. --published shows what the law says of known models."""
+HELP = """Find the best model for a budget: a scaling law gives size and tokens, the planner layout, days and cost; other sizes
+are shown beside it. --serve-tokens counts the cost of serving too. --published applies the law to known models."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--gpu-hours", type=at_least(1e-3, float), metavar="H", help="hours of all devices together")
-    how.add_argument("--dollars", type=at_least(0.01, float), metavar="USD", help="at the price of the chip")
-    how.add_argument("--flops", type=at_least(1e9, float), metavar="C", help="of training, 6 N D")
+    how.add_argument("--gpu-hours", type=at_least(1e-3, float), metavar="H", help="budget in device hours")
     how.add_argument(
-        "--published", action="store_true", help="GPT-3, Chinchilla and Llama 1 to 3: what was done, what the law says"
+        "--dollars", type=at_least(0.01, float), metavar="USD", help="budget in US dollars, at the price of the chip"
+    )
+    how.add_argument("--flops", type=at_least(1e9, float), metavar="C", help="budget in training FLOPs, 6 N D")
+    how.add_argument("--published", action="store_true", help="apply the law to GPT-3, Chinchilla and Llama 1 to 3")
+    parser.add_argument(
+        "--days",
+        type=at_least(0.01, float),
+        default=None,
+        help="days to finish in (30); with --devices and no other budget, these are it",
     )
     parser.add_argument(
-        "--days", type=at_least(0.01, float), default=None, help="to finish in (30); with --devices alone: the budget"
+        "--devices",
+        type=at_least(1),
+        default=0,
+        metavar="N",
+        help="number of devices (default: enough to finish in --days)",
     )
+    parser.add_argument("--chip", default="h100", help="a chip of `shardwise config --chips` (h100)")
     parser.add_argument(
-        "--devices", type=at_least(1), default=0, metavar="N", help="how many (as many as finish in --days)"
-    )
-    parser.add_argument("--chip", default="h100", help="of `shardwise config --chips` (h100)")
-    parser.add_argument(
-        "--price", type=at_least(0, float), default=0.0, help="US dollars for a device and hour (the catalogue's)"
+        "--price", type=at_least(0, float), default=0.0, help="US dollars per device hour (default: the catalogue's)"
     )
     parser.add_argument(
         "--law",
         metavar="NAME|FIT.json",
         default="",
-        help="besiroglu2024 (default), hoffmann2022, muennighoff2023, or a fit",
+        help="besiroglu2024 (default), hoffmann2022, muennighoff2023, or a fit of your own",
     )
     parser.add_argument(
         "--serve-tokens",
         type=at_least(0, float),
         default=0.0,
         metavar="T",
-        help="that the model reads and writes in its life",
+        help="tokens that the model will read and write in its lifetime",
     )
     parser.add_argument("--seq-len", type=at_least(1), default=4096, help="tokens in a sequence (4096)")
-    parser.add_argument("--vocab", type=at_least(2), default=128256, help="of the tokenizer (128256)")
+    parser.add_argument("--vocab", type=at_least(2), default=128256, help="size of the vocabulary (128256)")
     parser.add_argument("--out", type=new_file, metavar="RUN.toml", help="write the run, to plan, train or launch")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

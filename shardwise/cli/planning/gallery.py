@@ -12,8 +12,8 @@ from shardwise.run.problems import nearest
 if TYPE_CHECKING:
     from shardwise.plan.published.gallery import Exhibit
 
-HELP = """Show tables and figures of papers as published and, side by side, as this planner plans them; measured rows are predicted
-with constants fitted without their source. Without a NAME, all of them."""
+HELP = """Show tables and figures of papers as published and as planned, side by side. Measured rows are predicted with constants
+fitted without their source. Without a NAME, all of them."""
 
 INTRODUCTION = """# The gallery
 
@@ -25,10 +25,10 @@ without it, and what follows from a formula alone is computed as every plan comp
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
-    parser.add_argument("names", nargs="*", metavar="NAME", help="exhibits to show; --list prints their names")
-    parser.add_argument("--list", action="store_true", help="print the names of the exhibits")
-    parser.add_argument("--markdown", action="store_true", help="as the page docs/gallery.md")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="tables to show; --list prints their names")
+    parser.add_argument("--list", action="store_true", help="print the names of the tables")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown, as in docs/gallery.md")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def execute(args: argparse.Namespace) -> int:

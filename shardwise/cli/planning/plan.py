@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from shardwise.run import Run
 
 HELP = """Predict a run: does it fit, how fast is it, where does the time go, what does it cost. With layout = "auto" in the run,
-search for the best layouts. With serve.rate or serve.concurrency, what that load will see of a serving engine."""
+search for the best layouts. With serve.rate or serve.concurrency, predict the latency and throughput of a serving engine under
+that load."""
 
 SHOWN_MICROBATCHES = 24
 """Microbatches that a chart shows of a step; `--trace` writes all."""
@@ -32,17 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--as",
         dest="program",
         metavar="PROGRAM[:key=value,…]",
-        help="as another program would run it: megatron-lm, nemo, torchtitan, deepspeed, … (docs/planning.md)",
+        help="plan it as another program runs it: megatron-lm, nemo, torchtitan, deepspeed, … (docs/planning.md)",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument(
-        "--html", type=new_file, metavar="FILE", help="also write a page with charts, which works offline"
-    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="also write a page with charts; it works offline")
     parser.add_argument(
         "--trace", type=new_file, metavar="FILE", help="also write the predicted timeline of a step, for Perfetto"
     )
     parser.add_argument(
-        "--devices", metavar="N,N,…", help="search: compare the best layouts of these numbers of devices"
+        "--devices", metavar="N,N,…", help="search: compare the best layouts for these numbers of devices"
     )
     parser.add_argument("--keep", type=int, default=12, help="search: layouts to show (default 12)")
     parser.add_argument(

@@ -15,8 +15,8 @@ from shardwise.run import Problem, UserError
 if TYPE_CHECKING:
     from shardwise.plan.published.validate import Prediction
 
-HELP = """Predict rows of published measurements and print the errors, by source and overall. Without ROWS, those that come with
-the package. Each source is predicted with constants fitted without it."""
+HELP = """Predict published measurements and print the errors, by source and overall. Without ROWS, those that come with the
+package. Each source is predicted with constants fitted without it."""
 
 KINDS = ("training", "layer", "inference")
 
@@ -24,15 +24,15 @@ KINDS = ("training", "layer", "inference")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("rows", nargs="*", help="JSON files, each a list of rows (see docs/validation.md)")
-    parser.add_argument("--json", action="store_true", help="for programs: every row and the summaries")
+    parser.add_argument("--json", action="store_true", help="print JSON: every row and the summaries")
     parser.add_argument(
-        "--seen", action="store_true", help="use the constants fitted to all sources, the row's own included"
+        "--seen", action="store_true", help="use the constants fitted to all sources, including the row's own"
     )
     parser.add_argument(
         "--without",
         choices=("source", "framework"),
         default="source",
-        help="what is left out of the fit that predicts a row: its source (default), or all rows of its program",
+        help="what to leave out of the fit that predicts a row: its source (default), or all rows of its program",
     )
     parser.add_argument(
         "--worst", type=at_least(0), default=10, help="rows with the largest errors to list (default 10)"

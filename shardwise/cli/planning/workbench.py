@@ -8,22 +8,23 @@ from pathlib import Path
 
 from shardwise.cli.machinery.options import at_least, new_file, write_file
 
-HELP = """Open a page on this machine where model, cluster, layout, batch and objective are controls, and memory, timeline, traffic
-and cost follow at once. Without a run it begins with a 70B model. One line says its address, which lets in whoever has it, when it
-is ready. Ctrl-C ends it."""
+HELP = """Open a page on this machine where you change model, cluster, layout, batch and objective, and see memory, timeline,
+traffic and cost at once. Without a run it starts with a 70B model. When it is ready it prints its address; anyone who has the
+address can use the page. Ctrl-C ends it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument(
-        "run", nargs="?", help="the run to begin with, a TOML file; or a folder of runs, to watch and plan them"
+        "run", nargs="?", help="the run to start with, a TOML file; or a folder of runs, to watch and plan them"
     )
     parser.add_argument(
-        "--export", type=new_file, metavar="FILE", help="write a page of the plans around the run, to open from disk"
+        "--export",
+        type=new_file,
+        metavar="FILE",
+        help="write a page with the plans around the run instead, to open from disk",
     )
-    parser.add_argument(
-        "--port", type=at_least(0), default=0, help="port of this machine (default 0: any that is free)"
-    )
+    parser.add_argument("--port", type=at_least(0), default=0, help="port to listen on (default 0: any free one)")
     parser.add_argument("--no-open", action="store_true", help="only print the address, open no browser")
 
 

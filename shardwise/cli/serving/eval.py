@@ -11,14 +11,20 @@ from typing import Any
 
 from shardwise.run.problems import Problem, UserError
 
-HELP = "Loss and perplexity of data sets, and the right answers to questions, of a checkpoint or of a run's newest one."
+HELP = """Measure loss and perplexity on data sets, and accuracy on questions, with a checkpoint or the newest one of a run
+folder."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
     parser.add_argument(
-        "--set", action="append", default=[], dest="sets", metavar="DIR", help="a set made by `shardwise data build`"
+        "--set",
+        action="append",
+        default=[],
+        dest="sets",
+        metavar="DIR",
+        help="a set made by `shardwise data build`; may be repeated",
     )
     parser.add_argument(
         "--tasks",
@@ -28,9 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSONL of questions with an answer to generate, or with choices to score by their log-likelihood",
     )
     parser.add_argument("--sequence", type=int, default=0, metavar="N", help="tokens in a row (default: train.seq_len)")
-    parser.add_argument("--rows", type=int, default=0, metavar="N", help="of each set only so many rows, evenly spaced")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of a generated answer (64)")
-    parser.add_argument("--chat", action="store_true", help="ask questions through the checkpoint's chat template")
+    parser.add_argument("--rows", type=int, default=0, metavar="N", help="use only N rows of each set, evenly spaced")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="most tokens of a generated answer (64)"
+    )
+    parser.add_argument("--chat", action="store_true", help="apply the checkpoint's chat template to the questions")
     parser.add_argument("--answers", type=Path, metavar="FILE", help="write the model's answers, one line per question")
     parser.add_argument(
         "--dtype", choices=("float64", "float32", "bfloat16", "float16"), help="compute dtype (default: the run's)"

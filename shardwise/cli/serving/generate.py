@@ -16,17 +16,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("run", metavar="CHECKPOINT", type=Path, help="a checkpoint or a run folder")
     parser.add_argument(
-        "--adapter", type=Path, metavar="DIR", help="adapters of peft, or a run that trained them: merged into it"
+        "--adapter", type=Path, metavar="DIR", help="adapters to merge: a folder of peft, or the run that trained them"
     )
-    parser.add_argument("--prompt", action="append", required=True, help="text to continue; several make a batch")
-    parser.add_argument("--max-tokens", type=int, default=100, help="maximum of new tokens for each prompt (100)")
+    parser.add_argument("--prompt", action="append", required=True, help="text to continue; may be repeated")
+    parser.add_argument("--max-tokens", type=int, default=100, help="most new tokens per prompt (100)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy, always the likeliest token (1.0)")
     parser.add_argument("--top-k", type=int, default=0, help="sample among the k likeliest tokens; 0: all")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest tokens that add up to p")
     parser.add_argument(
-        "--min-p", type=float, default=0.0, help="only tokens at least p times as likely as the likeliest"
+        "--min-p", type=float, default=0.0, help="sample among tokens at least p times as likely as the likeliest"
     )
-    parser.add_argument("--stop", action="append", default=[], help="end at this text; may be given several times")
+    parser.add_argument("--stop", action="append", default=[], help="stop at this text; may be repeated")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     parser.add_argument(
         "--dtype",

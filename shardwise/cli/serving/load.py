@@ -16,8 +16,8 @@ from shardwise.run.problems import Problem, UserError
 if TYPE_CHECKING:
     from shardwise.run import Run
 
-HELP = """Ask a server of OpenAI's API for answers, at random moments (--rate) or a number at a time (--concurrency), and print how
-long clients waited and how much they got. Exit code 1 where a request failed."""
+HELP = """Send requests to a server with OpenAI's API, at random moments (--rate) or a fixed number at a time (--concurrency), and
+print latency and throughput. Exit code 1 if a request failed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,24 +25,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", help="the server, such as http://127.0.0.1:8000")
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--rate", type=at_least(1e-6, float), help="requests a second, at random moments (Poisson)")
-    how.add_argument("--concurrency", type=at_least(1), help="requests at all times")
-    how.add_argument("--plan", dest="run", metavar="RUN", help="the load of this run, laid beside the plan of it")
-    parser.add_argument("--requests", type=at_least(1), default=100, help="how many to make (100)")
+    how.add_argument("--concurrency", type=at_least(1), help="requests in flight at all times")
+    how.add_argument("--plan", dest="run", metavar="RUN", help="the load of this run, compared with its plan")
+    parser.add_argument("--requests", type=at_least(1), default=100, help="number of requests (100)")
     lengths = 'tokens of {}: a number, "U(100,1024)", or a file with a number on each line (128)'
     parser.add_argument("--input", default="128", metavar="LENGTHS", help=lengths.format("a prompt"))
     parser.add_argument("--output", default="128", metavar="LENGTHS", help=lengths.format("an answer"))
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="prompts, one a line (default: random tokens)")
-    parser.add_argument("--chat", action="store_true", help="as messages of chats, not as text to continue")
-    parser.add_argument("--allow-end", action="store_true", help="an answer may end before its length")
-    parser.add_argument("--temperature", type=at_least(0, float), help="of the answers (default: the server's)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="prompts, one per line (default: random tokens)")
+    parser.add_argument("--chat", action="store_true", help="send chat messages instead of text to continue")
+    parser.add_argument("--allow-end", action="store_true", help="answers may end before their length")
+    parser.add_argument("--temperature", type=at_least(0, float), help="sampling temperature (default: the server's)")
     parser.add_argument("--model", default="", help="name of the model (default: the server's first)")
-    parser.add_argument("--api-key", default="", help="what lets clients in")
-    parser.add_argument("--ttft-limit", type=at_least(0, float), metavar="MS", help="goodput: time to first token")
-    parser.add_argument("--tpot-limit", type=at_least(0, float), metavar="MS", help="goodput: time per output token")
-    parser.add_argument("--warmup", type=at_least(0), default=0, help="requests before those that count (0)")
-    parser.add_argument("--timeout", type=at_least(0.001, float), default=600.0, help="seconds for an answer (600)")
-    parser.add_argument("--seed", type=int, default=0, help="of lengths, moments and tokens (0)")
-    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a page with pictures")
+    parser.add_argument("--api-key", default="", help="key to send to the server")
+    parser.add_argument(
+        "--ttft-limit", type=at_least(0, float), metavar="MS", help="goodput: limit of the time to first token"
+    )
+    parser.add_argument(
+        "--tpot-limit", type=at_least(0, float), metavar="MS", help="goodput: limit of the time per output token"
+    )
+    parser.add_argument("--warmup", type=at_least(0), default=0, help="requests before the measured ones (0)")
+    parser.add_argument(
+        "--timeout", type=at_least(0.001, float), default=600.0, help="seconds to wait for an answer (600)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of lengths, arrival times and tokens (0)")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a page with charts")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -18,9 +18,9 @@ from shardwise.run.problems import Problem, UserError
 if TYPE_CHECKING:
     from shardwise.serve.replicas import Remake
 
-HELP = """Serve a checkpoint, or the newest one of a run folder, with OpenAI's HTTP API: /v1/completions, /v1/chat/completions,
-/v1/models, /health, /metrics. One line says its address when it is ready. SIGTERM and Ctrl-C let what runs finish. A layout of
-several ranks is started on this machine, unless torchrun or Slurm started them."""
+HELP = """Serve a checkpoint, or the newest one of a run folder, over OpenAI's HTTP API: /v1/completions, /v1/chat/completions,
+/v1/models, /health, /metrics. Prints its address when it is ready. On SIGTERM and Ctrl-C running requests are finished first. If
+the layout has several ranks, they are started on this machine, unless torchrun or Slurm started them."""
 
 LIMITS = ("waiting", "connections", "body_bytes", "drain_seconds")
 
@@ -29,25 +29,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("run", metavar="CHECKPOINT", type=Path, help="a checkpoint or a run folder")
     parser.add_argument(
-        "--adapter", type=Path, metavar="DIR", help="adapters of peft, or a run that trained them: merged into it"
+        "--adapter", type=Path, metavar="DIR", help="adapters to merge: a folder of peft, or the run that trained them"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all (127.0.0.1)")
-    parser.add_argument("--port", type=at_least(0), default=8000, help="port to listen at; 0: any that is free (8000)")
-    parser.add_argument("--model-name", default="", help="what clients call the model (default: the run's name)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all (127.0.0.1)")
+    parser.add_argument("--port", type=at_least(0), default=8000, help="port to listen on; 0: any free one (8000)")
+    parser.add_argument("--model-name", default="", help="name of the model for clients (default: the run's name)")
     parser.add_argument(
         "--api-key",
         action="append",
         default=[],
-        help="lets clients in that send it; @FILE: those of its lines; several may be given",
+        help="key that clients must send; @FILE: one key per line; may be repeated",
     )
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template (default: the checkpoint's)")
-    waiting = "requests that may wait; further ones get 429 with Retry-After (1024)"
+    waiting = "requests that may wait; more get 429 with Retry-After (1024)"
     parser.add_argument("--max-waiting", dest="waiting", type=at_least(1), metavar="N", help=waiting)
-    connections = "connections that may be open (4096)"
+    connections = "most open connections (4096)"
     parser.add_argument("--max-connections", dest="connections", type=at_least(1), metavar="N", help=connections)
-    body = "bytes of a request (8388608)"
+    body = "most bytes of a request (8388608)"
     parser.add_argument("--max-body", dest="body_bytes", type=at_least(1024), metavar="BYTES", help=body)
-    drain = "seconds that running requests get after SIGTERM (60)"
+    drain = "seconds for running requests after SIGTERM (60)"
     parser.add_argument("--drain-seconds", type=at_least(0, float), metavar="SECONDS", help=drain)
 
 

@@ -18,48 +18,49 @@ if TYPE_CHECKING:
     from shardwise.cli.trace.against import Comparison
     from shardwise.trace.answers import Explanation
 
-HELP = """Explain profiles that PyTorch's profiler wrote (Kineto's JSON, plain or gzipped), of this trainer or of any program, on
-GPUs of NVIDIA or AMD or on CPUs alone: where each rank's time went, what it waited for, and what to change first. Give
-files, folders, any subset of a job's ranks; also of Nsight Systems (SQLite) and JAX (*.trace.json.gz, *.xplane.pb).
-Of snapshots of PyTorch's CUDA allocator (pickles): memory by owner over time, and what fills the peak.
-docs/tracing.md explains every number."""
+HELP = """Explain where the time of a profile went: each rank's time, what it waited for, and what to change first. Reads the JSON
+of PyTorch's profiler (Kineto, plain or gzipped) from this trainer or any program, on NVIDIA or AMD GPUs or on CPUs alone; also
+Nsight Systems (SQLite) and JAX (*.trace.json.gz, *.xplane.pb). Give files or folders, of all ranks or some of them. For snapshots
+of PyTorch's CUDA allocator (pickles) it shows memory by owner over time, and what fills the peak. docs/tracing.md explains every
+number."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="profiles, or folders that hold them")
-    parser.add_argument("--json", action="store_true", help="for programs: every answer, times in nanoseconds")
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="profiles, or folders of them")
+    parser.add_argument("--json", action="store_true", help="print JSON: every answer, times in nanoseconds")
     parser.add_argument(
-        "--from-step", type=int, metavar="N", help="first profiler step to look at (default: all complete)"
+        "--from-step", type=int, metavar="N", help="first profiler step to read (default: all complete ones)"
     )
-    parser.add_argument("--to-step", type=int, metavar="N", help="last profiler step to look at")
-    parser.add_argument("--all-events", action="store_true", help="look at the whole file, whatever its steps")
+    parser.add_argument("--to-step", type=int, metavar="N", help="last profiler step to read")
+    parser.add_argument("--all-events", action="store_true", help="read the whole file, whatever its steps")
     parser.add_argument(
         "--cache", type=Path, metavar="DIR", help="cache of parsed profiles (default: in the user's cache folder)"
     )
-    parser.add_argument("--no-cache", action="store_true", help="neither read nor write the cache")
+    parser.add_argument("--no-cache", action="store_true", help="do not use the cache")
     parser.add_argument(
         "--against",
         metavar="WHAT",
-        help="compare with: plan (of the recorded run), a run or its plan, or another profile",
+        help="compare with `plan` (of the recorded run), a run, a plan, or another profile",
     )
     parser.add_argument(
-        "--fail-above", type=float, metavar="PERCENT", help="exit code 1 when the step is slower than --against by more"
+        "--fail-above",
+        type=float,
+        metavar="PERCENT",
+        help="exit code 1 if the step is slower than --against by more than this",
     )
     parser.add_argument(
         "--within",
         type=at_least(0, float),
         default=10.0,
         metavar="PERCENT",
-        help="mark what differs from --against by more (default 10)",
+        help="mark differences from --against above this (default 10)",
     )
     parser.add_argument(
-        "--chip", metavar="NAME", help="the chip whose peak the MFU is measured against (default: by the device name)"
+        "--chip", metavar="NAME", help="chip whose peak the MFU refers to (default: from the device name)"
     )
     parser.add_argument("--dtype", default="bfloat16", help="dtype of the GEMMs, for the peak (default bfloat16)")
-    parser.add_argument(
-        "--html", type=new_file, metavar="FILE", help="also write a page with pictures, which works offline"
-    )
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="also write a page with charts; it works offline")
     parser.add_argument(
         "--perfetto",
         "--export",

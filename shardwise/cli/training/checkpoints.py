@@ -10,10 +10,8 @@ from typing import Any
 from shardwise.run.axes import AXES
 from shardwise.run.problems import Problem, UserError
 
-HELP = (
-    "List the checkpoints of a run folder, or one checkpoint: step, date, size, the layout that wrote it, and whether every byte "
-    "is still as it was written. Exit code 1 when one is damaged."
-)
+HELP = """List the checkpoints of a run folder, or one checkpoint: step, date, size, the layout that wrote it, and whether all
+checksums match. Exit code 1 if one is damaged."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from shardwise.launch.job import Estimate, Job
     from shardwise.launch.kubernetes import Cluster
 
-HELP = """Write what a scheduler takes to train a run: a script for sbatch, a JobSet or TrainJob for kubectl, or torchrun lines.
-Machines and GPUs follow from the run; memory and time are checked against its plan. --submit hands it over; --status, --logs and
---cancel follow what was submitted from the run's folder."""
+HELP = """Write the job that trains a run: a script for sbatch, a JobSet or TrainJob for kubectl, or torchrun lines. Machines and
+GPUs follow from the run; memory and time are checked against its plan. --submit submits the job; --status, --logs and --cancel
+follow the job that was submitted from the run's folder."""
 
 DEFAULT_LINES = 40
 
@@ -28,25 +28,29 @@ DEFAULT_LINES = 40
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("run", help="the run, a TOML file; override it with --section.key=value")
-    parser.add_argument("--on", choices=("slurm", "kubernetes", "torchrun"), help="who starts the ranks")
+    parser.add_argument("--on", choices=("slurm", "kubernetes", "torchrun"), help="what starts the ranks")
     parser.add_argument("--out", type=new_file, metavar="FILE", help="the file to write (default: in the run folder)")
     parser.add_argument("--folder", type=Path, help="the run folder (default: runs/NAME)")
     parser.add_argument("--nodes", type=at_least(1), help="machines (cluster.nodes)")
     parser.add_argument(
-        "--ranks-per-node", type=at_least(1), help="ranks, and GPUs, of each (cluster.devices_per_node)"
+        "--ranks-per-node", type=at_least(1), help="ranks, and GPUs, per machine (cluster.devices_per_node)"
     )
-    parser.add_argument(
-        "--time", help="time limit, as Slurm writes it: minutes or D-HH:MM:SS (default: what the plan needs)"
-    )
-    parser.add_argument("--image", default="", help="container image with shardwise in it (Slurm: with pyxis)")
+    parser.add_argument("--time", help="time limit in Slurm's format: minutes or D-HH:MM:SS (default: from the plan)")
+    parser.add_argument("--image", default="", help="container image that contains shardwise (Slurm: with pyxis)")
     parser.add_argument(
         "--mount", action="append", default=[], metavar="HERE:THERE", help="Slurm: mount into the container"
     )
     parser.add_argument(
-        "--command", metavar="WORDS", help="how shardwise is called there (default: as here; image: shardwise)"
+        "--command", metavar="WORDS", help="how to call shardwise there (default: as here; with an image: shardwise)"
     )
-    parser.add_argument("--cpus-per-rank", type=at_least(1), default=0, help="CPU cores of a rank")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable for the ranks")
+    parser.add_argument("--cpus-per-rank", type=at_least(1), default=0, help="CPU cores per rank")
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="environment variable for the ranks; may be repeated",
+    )
     parser.add_argument(
         "--option", action="append", default=[], metavar="=--WORD", help="Slurm: one more option of sbatch"
     )
@@ -59,13 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--namespace", default="", help="Kubernetes: namespace")
     parser.add_argument("--queue", default="", help="Kubernetes: Kueue's local queue")
-    parser.add_argument("--anyway", action="store_true", help="also a run that does not fit by its plan")
-    parser.add_argument("--submit", action="store_true", help="hand the file to the scheduler")
+    parser.add_argument("--anyway", action="store_true", help="write the job even if the run does not fit by its plan")
+    parser.add_argument("--submit", action="store_true", help="submit the job to the scheduler")
     follow = parser.add_mutually_exclusive_group()
-    follow.add_argument("--status", action="store_true", help="what became of what was submitted last")
-    follow.add_argument("--logs", action="store_true", help=f"the last {DEFAULT_LINES} lines that it printed")
-    follow.add_argument("--cancel", action="store_true", help="end it")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    follow.add_argument("--status", action="store_true", help="show the state of the last submitted job")
+    follow.add_argument("--logs", action="store_true", help=f"show the last {DEFAULT_LINES} lines of its output")
+    follow.add_argument("--cancel", action="store_true", help="cancel it")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def execute(args: argparse.Namespace) -> int:

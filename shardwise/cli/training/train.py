@@ -10,11 +10,9 @@ from pathlib import Path
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import read_run
 
-HELP = (
-    "Train a run. Its folder (runs/NAME, or --out) gets run.toml, metrics.jsonl and checkpoints/; started again, it resumes. "
-    "A layout of several ranks is started on this machine, unless torchrun or Slurm started them. On SIGTERM, SIGUSR1 or Ctrl-C "
-    "it saves a checkpoint and ends with exit code 75: start it again to resume."
-)
+HELP = """Train a run. Its folder (runs/NAME, or --out) gets run.toml, metrics.jsonl and checkpoints/. The same command resumes
+it. If the layout has several ranks, they are started on this machine, unless torchrun or Slurm started them. On SIGTERM, SIGUSR1
+or Ctrl-C it saves a checkpoint and ends with exit code 75; start it again to resume."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,17 +7,15 @@ from pathlib import Path
 
 from shardwise.cli.machinery.options import at_least
 
-HELP = """Show a run, or all runs of a folder, on a page of this machine: loss, gradient norm, speed and memory beside what was
-planned, goodput, the ranks' own times, events. It follows the files that the trainer writes as they grow. One line says its
-address, which lets in whoever has it, when it is ready. Ctrl-C ends it."""
+HELP = """Show a run, or all runs of a folder, on a page of this machine: loss, gradient norm, speed and memory beside the plan,
+goodput, the time of each rank, events. It follows the trainer's files as they grow. When it is ready it prints its address;
+anyone who has the address can see the page. Ctrl-C ends it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of a run, or one that holds several")
-    parser.add_argument(
-        "--port", type=at_least(0), default=0, help="port of this machine (default 0: any that is free)"
-    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a run folder, or a folder of runs")
+    parser.add_argument("--port", type=at_least(0), default=0, help="port to listen on (default 0: any free one)")
     parser.add_argument("--no-open", action="store_true", help="only print the address, open no browser")
 
 
