@@ -219,13 +219,10 @@ _PLAIN = frozenset((int, float, str, bool, type(None)))
 
 def as_dict(record: Any) -> Any:
     """A record as plain data for JSON."""
-    pairs: Iterable[tuple[Any, Any]]
-    if isinstance(record, Mapping):
-        pairs = record.items()
-    elif isinstance(record, tuple | list):
+    if (names := getattr(record, "__dataclass_fields__", None)) is not None:
+        return {name: one if type(one := getattr(record, name)) in _PLAIN else as_dict(one) for name in names}
+    if isinstance(record, tuple | list):
         return [value if type(value) in _PLAIN else as_dict(value) for value in record]
-    elif hasattr(record, "__dataclass_fields__"):
-        pairs = ((name, getattr(record, name)) for name in record.__dataclass_fields__)
-    else:
-        return record
-    return {key: value if type(value) in _PLAIN else as_dict(value) for key, value in pairs}
+    if isinstance(record, Mapping):
+        return {key: value if type(value) in _PLAIN else as_dict(value) for key, value in record.items()}
+    return record

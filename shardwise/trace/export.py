@@ -26,15 +26,22 @@ def as_json(answers: Explanation) -> dict[str, Any]:
         "axes": axes,
         "idle": _table(answers.idle),
         "categories": _table(answers.categories),
-        "kernels": [as_dict(row) | {"mean": row.mean, "spread": vars(spread(row.ranks))} for row in answers.kernels],
+        "kernels": [
+            same | {"mean": row.mean, "spread": vars(spread(row.ranks))}
+            for same, row in zip(plain["kernels"], answers.kernels, strict=True)
+        ],
         "modules": plain["modules"]
         | {
             "rows": [
-                as_dict(row) | {"total": row.total, "spread": vars(spread(row.ranks))} for row in answers.modules.rows
+                same | {"total": row.total, "spread": vars(spread(row.ranks))}
+                for same, row in zip(plain["modules"]["rows"], answers.modules.rows, strict=True)
             ]
         },
         "launches": _table({rank: vars(queue) for rank, queue in answers.launches.items()}),
-        "pipelines": [as_dict(step) | {"bubble_share": step.share} for step in answers.pipelines],
+        "pipelines": [
+            same | {"bubble_share": step.share}
+            for same, step in zip(plain["pipelines"], answers.pipelines, strict=True)
+        ],
     }
 
 

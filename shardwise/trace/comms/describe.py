@@ -152,7 +152,9 @@ def describe(
         *(column_at(column, row) for column in arguments),
     ]
     distinct, which = _distinct(columns)
-    alike = _groups_by_axis(profile)
+    texts, named = comm_params.texts, set(column_at(comm_params.group, row).tolist())
+    # Asked for where a collective does not name its group.
+    alike = _groups_by_axis(profile) if any(at < 0 or not texts[at] for at in named) else {}
     return tuple(_Reader(profile, alike, *line).read() for line in distinct.tolist()), which.reshape(-1)
 
 

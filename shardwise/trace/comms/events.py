@@ -81,7 +81,7 @@ def _folded(comms: CollectiveEvents) -> CollectiveEvents:
     at = np.array([number.get(d.axis, len(own)) for d in comms.descriptions], np.int64)[comms.which]
     took = np.bincount(at, comms.end - comms.start, minlength=len(own) + 1)[: len(own)]
     others = {own[one] for one in np.argsort(-took, kind="stable")[MOST_GROUPS:].tolist()}
-    descriptions = tuple(d._replace(axis=OTHER_GROUPS) if d.axis in others else d for d in comms.descriptions)
+    descriptions = tuple(Description(OTHER_GROUPS, *d[1:]) if d.axis in others else d for d in comms.descriptions)
     return replace(comms, descriptions=descriptions)
 
 

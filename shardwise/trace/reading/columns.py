@@ -31,7 +31,6 @@ _ON_DEVICE[[CODE[kind] for kind in ("kernel", "copy", "set", "gpu_annotation", "
 _OTHERS = frozenset((Instant, Metadata))
 _COMM_TEXTS = ("group", "description", "collective", "dtype", "ranks", "splits_in", "splits_out")
 _COMM_NUMBERS = ("elements_in", "elements_out", "size", "number", "source", "destination")
-_comm_texts, _comm_numbers = attrgetter(*_COMM_TEXTS), attrgetter(*_COMM_NUMBERS)
 _ALLOCATION_NUMBERS = ("bytes", "allocated", "reserved", "device_type", "device", "address")
 
 
@@ -57,7 +56,7 @@ class Columns:
         self._streams: dict[int, tuple[int, int]] = {}
         self._thread_names: dict[tuple[Any, Any], str] = {}
         self._parts: list[tuple[NDArray[Any], ...]] = []
-        self._comm_params: list[list[int]] = []
+        self._comm_params: list[NDArray[np.int64]] = []
         self._shapes: list[NDArray[np.int64]] = []
         self._allocations: list[NDArray[np.int64]] = []
         self._count = 0
@@ -127,11 +126,14 @@ class Columns:
         recorded = self._names.get("record_param_comms")
         if recorded is not None:
             rows = sorted({*rows, *np.flatnonzero(name == recorded).tolist()})
-        texts = self._comm_texts
-        for row in rows:
-            a = arguments[row]
-            words = [NONE if word is None else texts[str(word)] for word in _comm_texts(a)]
-            self._comm_params.append([self._count + row, *words, *_comm_numbers(a)])
+        if not rows:
+            return
+        texts, some = self._comm_texts, [arguments[row] for row in rows]
+        words = (
+            [NONE if word is None else texts[str(word)] for word in map(attrgetter(name), some)] for name in _COMM_TEXTS
+        )
+        numbers = (whole(list(map(attrgetter(name), some))) for name in _COMM_NUMBERS)
+        self._comm_params.append(np.array([np.array(rows) + self._count, *words, *numbers], np.int64))
 
     def _add_others(self, position: int, records: list[Instant | Metadata]) -> None:
         """Add allocations and thread names."""
@@ -164,10 +166,9 @@ class Columns:
         self._thread_names |= later._thread_names
         self._shapes += [np.stack([event + self._count, shaped[inputs]]) for event, inputs in later._shapes]
         words = len(_COMM_TEXTS) + 1
-        self._comm_params += [
-            [row[0] + self._count, *(int(texts[word]) if word >= 0 else NONE for word in row[1:words]), *row[words:]]
-            for row in later._comm_params
-        ]
+        for event, *numbers in later._comm_params:
+            own = [np.where(column >= 0, texts[column], NONE) for column in numbers[: words - 1]]
+            self._comm_params.append(np.stack([event + self._count, *own, *numbers[words - 1 :]]))
         self._allocations += later._allocations
         self._problems.absorb(later._problems)
         self._count += later._count
@@ -219,7 +220,7 @@ class Columns:
 
     def _finish_comm_params(self, position: NDArray[np.int32]) -> CommParams:
         width = 1 + len(_COMM_TEXTS) + len(_COMM_NUMBERS)
-        table = whole([number for row in self._comm_params for number in row]).reshape(-1, width).T
+        table = np.concatenate([np.zeros((width, 0), np.int64), *self._comm_params], axis=1)
         event, group, description, collective, dtype, ranks, splits_in, splits_out, *numbers = _in_order(
             table, position
         )

@@ -155,6 +155,8 @@ def _rank(info: dict[str, Any], path: Path) -> tuple[int, bool]:
 
 def _whole(value: Any) -> int:
     """An integer that may be written as text; `NONE` for anything else."""
+    if type(value) is int:  # as nearly always; a bool is none
+        return value if 0 <= value < 1 << 31 else NONE
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
         value = int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31 else NONE
@@ -167,7 +169,8 @@ def _groups(config: Any) -> dict[str, Group]:
         if not isinstance(entry, dict):
             continue
         ranks = entry.get("ranks")
-        members = tuple(rank for rank in map(_whole, ranks) if rank >= 0) if isinstance(ranks, list) else ()
+        known = list(map(_whole, ranks)) if isinstance(ranks, list) else []
+        members = tuple(known) if NONE not in known else tuple(rank for rank in known if rank >= 0)
         size = _whole(entry.get("pg_size"))
         groups[str(entry.get("pg_name", ""))] = Group(
             str(entry.get("pg_desc") or ""), members, size if size >= 0 else len(members)
