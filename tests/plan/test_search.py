@@ -18,7 +18,8 @@ from shardwise.plan.search import resolve, search
 from shardwise.plan.search.bubbles import Pace, in_flight, makespan
 from shardwise.plan.search.play import play
 from shardwise.plan.search.pool import LEAST_MEMORY_OF_MANY
-from shardwise.plan.search.screen import LayoutIndex, Space
+from shardwise.plan.search.screen import Space
+from shardwise.plan.search.screened import LayoutIndex
 from shardwise.plan.search.search import spaces_of
 from shardwise.plan.search.space import Sizes, legal, with_choices
 from shardwise.plan.time.step import prepare, step_time

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwise.data.shards import read_index
 from shardwise.run import Run
 from shardwise.run.vocabulary import INDEX
 
 
 def prompt_tokens(run: Run) -> int:
     """The mean length of a run's prompts, where its sets are there; else what answers leave of a row."""
+    from shardwise.data.shards import read_index  # with all of `data/`, which no other plan needs
+
     most = run.train.seq_len - run.objective.completion_tokens
     found = [read_index(folder) for folder in run.data.sets if (Path(folder) / INDEX).is_file()]
     documents = sum(index.documents for index in found)

@@ -13,7 +13,8 @@ from shardwise.hardware import find_chip
 from shardwise.ledger import Memory
 from shardwise.plan.cost.job import GIB, job_of
 from shardwise.plan.search.play import play
-from shardwise.plan.search.screen import Group, LayoutIndex, Space
+from shardwise.plan.search.screen import Group, Space
+from shardwise.plan.search.screened import LayoutIndex
 from shardwise.plan.search.space import Sizes, divisors, with_choices
 from shardwise.plan.time.step import prepare, step_time
 from shardwise.plan.trainer.memory import memory_of, memory_that_fits

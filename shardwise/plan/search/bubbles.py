@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.run.axes import ASYNCHRONOUS, BIDIRECTIONAL
+from shardwise.run.axes import ASYNCHRONOUS, BIDIRECTIONAL, LOOPED, SPLIT_BACKWARD, V_SHAPED
 from shardwise.schedules import cached_schedule, peak_activations
 
 Number = Any
@@ -46,6 +46,23 @@ def makespan(schedule: str, pace: Pace, microbatches: Number) -> Number:
     # While the busiest rank works longer than the mean, others fill their bubble.
     stage = pace.forward + pace.backward_input + pace.backward_weight
     return work + np.maximum(bubble - (pace.busiest - pace.chunks * stage), 0.0) + transfers
+
+
+def least_makespan(
+    schedule: str, ranks: int, chunks: int, microbatches: Number, work: Number, forward: Number
+) -> Number:
+    """Nothing is faster of which a microbatch takes so long on the mean rank, and so long forward: the bubble beside its
+    microbatches, as far as it does not depend on how long the passes are beside each other. A busier rank is no bound: the work
+    that it has more takes at least as long as the bubble that it fills."""
+    m, p = microbatches, ranks
+    if schedule in BIDIRECTIONAL and p > 1:
+        return m / 2 * work
+    if schedule in LOOPED:
+        fewer = np.minimum(m, p)
+        return (m + (p - fewer) + (fewer - 1) / chunks) * work
+    if schedule in SPLIT_BACKWARD:  # of V-shaped ones a rank has two stages
+        return m * work + (p - 1) / (2 if schedule in V_SHAPED else 1) * forward
+    return (m + p - 1) * work
 
 
 def _one_forward_one_backward(pace: Pace, m: Number) -> tuple[Number, Number]:

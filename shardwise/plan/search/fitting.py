@@ -27,21 +27,22 @@ from shardwise.plan.search.pool import (
     LEAST_TIME_OF_FEW,
     PLAY_ALL,
     POOL,
-    RECOMPUTING,
     SLOWER,
     Candidate,
     Candidates,
+    Within,
     all_candidates,
     screen_all,
 )  # fmt: skip
-from shardwise.plan.search.screen import Group, LayoutIndex, Screened, Space
+from shardwise.plan.search.screen import Group, Space
+from shardwise.plan.search.screened import LayoutIndex, Screened
 from shardwise.plan.serving.rollouts import rollouts_fit
 from shardwise.plan.trainer.memory import memory_that_fits
 from shardwise.run import Run
 
 LEANER = 0.97
 """A step of memory that matters: what needs more than this share of a faster layout's memory is no point of the front."""
-AT_ONCE = 120
+AT_ONCE = 240
 """Candidates that are played together, before what they tell is looked at."""
 TOO_FULL = 400
 """Layouts without room for an engine, after which no more are counted where none was found that has it."""
@@ -81,11 +82,11 @@ class Fitting:
     keep: int
     played: dict[Candidate, float] = field(default_factory=dict)
     """Step seconds of all that were played."""
-    lean: list[Candidate] = field(default_factory=list)
-    """The fastest for some amount of memory, as far as screening can tell."""
     too_full: int = 0
     """Layouts that would fit, but leave no room for the engine that makes a run's answers."""
     _known: dict[Candidate, FittingLayout | None] = field(default_factory=dict)
+    _most: int = 0
+    """Candidates of the last pool, where the space is a large one."""
 
     def __iter__(self) -> Iterator[FittingLayout]:
         """The best first; of equal times the leanest."""
@@ -135,8 +136,8 @@ class Fitting:
 
     def _fastest(self, most: int) -> Candidates:
         """So many of a large space, and all others that are no slower."""
-        pool = screen_all(self.space, most, self.space.capacity / LEAST_MEMORY_OF_MANY)
-        self.lean = pool.found
+        self._most = most
+        pool = screen_all(self.space, most, self.space.capacity / LEAST_MEMORY_OF_MANY, lean=False)
         return pool._replace(found=[one for one in pool.found if one.seconds <= pool.complete])
 
     def _pools(self) -> Iterator[tuple[Candidates, float]]:
@@ -179,37 +180,46 @@ class Fitting:
 
     def timed(self) -> Iterator[tuple[float, Fitting, Candidate]]:
         """What the front is made of, with its seconds: of a large space what screening takes for it, and all that was played."""
-        self._play(self.lean)
+        if self._most:
+            self._play(screen_all(self.space, self._most, self.space.capacity / LEAST_MEMORY_OF_MANY).found)
         yield from ((rounded_seconds(seconds), self, one) for one, seconds in self.played.items())
 
-    def roomy(self, seconds: float) -> list[tuple[float, Run]]:
+    def roomy(self, seconds: float) -> list[tuple[float, float, Run]]:
         """Layouts that recompute everything and may take less than so many seconds if the memory that they leave free is spent on
         saved activations, the most promising first, with the seconds they may take: as if time fell evenly from that of full
-        recomputation to that of none. Screened figures choose, played ones order."""
+        recomputation to that of none, which comes with them. Screened figures choose, played ones order."""
         likely = [found[1:] for found in sorted(self._spare(seconds), key=lambda found: found[0])[:LIKELY]]
-        times = iter(play([one[2:] for both in likely for one in both]))
+        saving_all = zip(likely, play([saving[2:] for _, saving in likely]), strict=True)
+        gaining = [(one, saving, least) for (one, saving), least in saving_all if least < seconds]
         found = []
-        for (one, saving), most, least in zip(likely, times, times, strict=False):
+        for (one, saving, least), most in zip(gaining, play([one[2:] for one, _, _ in gaining]), strict=True):
             share = (self.space.capacity - one.memory) / max(saving.memory - one.memory, 1.0)
             reached = most - min(share, 1.0) * (most - least)
             if reached < seconds:
-                found.append((rounded_seconds(reached), one.group.run_at(one.layout)))
+                found.append((rounded_seconds(reached), least, one.group.run_at(one.layout)))
         return sorted(found, key=lambda one: one[0])
 
     def _spare(self, seconds: float) -> Iterator[tuple[float, Candidate, Candidate]]:
         """The same by screened figures alone: the seconds, and the layout with full recomputation and with none."""
         capacity, words = self.space.capacity, self.space.choices.recompute
+        if "full" not in words or "none" not in words:
+            return
         longest = seconds / (LEAST_TIME if self.space.count > PLAY_ALL else LEAST_TIME_OF_FEW)
-        for group, one in self._first_pool[0].recomputing:
-            if not one.seconds.min() < RECOMPUTING * longest:
-                continue
+        for group in self.space.groups:
             size = group.shape[1] * group.shape[2]
-            (saving,) = group.screen([one[:2]], one.rows % size + words.index("none") * size)
-            share = (capacity - one.memory) / np.maximum(saving.memory - one.memory, 1.0)
-            with np.errstate(invalid="ignore"):  # illegal layouts take forever
-                reached = one.seconds - np.minimum(share, 1.0) * (one.seconds - saving.seconds)
-            for method, n in zip(*(x.tolist() for x in np.nonzero(reached < longest)), strict=True):
-                yield float(reached[method, n]), _candidate(group, one, method, n), _candidate(group, saving, method, n)
+            saves, full = (np.arange(size) + words.index(word) * size for word in ("none", "full"))
+            for saving in group.screen(group.schedules, saves, Within(longest, math.inf)):
+                saving = saving.at(np.flatnonzero((saving.seconds < longest).any(axis=0)))
+                if not len(saving.rows):
+                    continue
+                (one,) = group.screen([saving[:2]], full[saving.rows % size])
+                share = (capacity - one.memory) / np.maximum(saving.memory - one.memory, 1.0)
+                with np.errstate(invalid="ignore"):  # illegal layouts take forever
+                    reached = one.seconds - np.minimum(share, 1.0) * (one.seconds - saving.seconds)
+                gains = (reached < longest) & (one.memory <= capacity)
+                for method, n in zip(*(x.tolist() for x in np.nonzero(gains)), strict=True):
+                    both = _candidate(group, one, method, n), _candidate(group, saving, method, n)
+                    yield float(reached[method, n]), *both
 
 
 def front(spaces: Sequence[Fitting], known: Sequence[Plan]) -> list[Plan]:

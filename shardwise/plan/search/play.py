@@ -14,7 +14,8 @@ import numpy as np
 
 from shardwise.plan.cost.job import job_of, overlapped
 from shardwise.plan.cost.passes import ModuleCost, NetworkCost, Passes, passes
-from shardwise.plan.search.screen import Group, LayoutIndex, added_passes
+from shardwise.plan.search.screen import Group, added_passes
+from shardwise.plan.search.screened import LayoutIndex
 from shardwise.plan.time.data import DataSeconds
 from shardwise.plan.time.goodput import reading_seconds
 from shardwise.plan.time.step import (
@@ -115,12 +116,12 @@ def _costed(
     }
     layout = replace(job.layout, context_method=name)  # type: ignore[arg-type]
     here = overlapped(replace(job, layout=layout), overlap)
-    every = [
-        passes(here, networks[shared].stage(d, r, first=float(b), last=float(e)), constants)
-        for d, r, b, e, shared in split.kinds
-    ]
-    each = zip(*((p.forward, p.backward_input, p.backward_weight) for p in every), strict=True)
-    forward, inputs, weights = (np.array([np.broadcast_to(x, len(rows)) for x in line]) for line in each)
+    forward, inputs, weights = np.empty((3, len(split.kinds), len(rows)))
+    for shared, network in networks.items():
+        alike = [n for n, kind in enumerate(split.kinds) if kind[4] == shared]
+        dense, moe, first, last = (column[:, None] for column in split.parts[alike].T)
+        every = passes(here, network.stage(dense, moe, first=first, last=last), constants)
+        forward[alike], inputs[alike], weights[alike] = every.forward, every.backward_input, every.backward_weight
     own = Passes(forward, inputs, weights, {})
     data = group.parameters.traffic(split, at.parameters)
     zero = with_zero(own, data, constants)

@@ -6,12 +6,14 @@ which time it has left nothing out.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.plan.search.screen import Group, LayoutIndex, Screened, Space
+from shardwise.plan.search.screen import Group, Space
+from shardwise.plan.search.screened import LayoutIndex, Screened
 
+Array = Any
 PLAY_ALL = 2500
 """Spaces of so many layouts are played whole: that takes less than a second."""
 LEAST_MEMORY = 0.84
@@ -26,10 +28,10 @@ LEAST_TIME_OF_FEW = 0.75
 """The same in small jobs, where the host limits a step. All of them are played."""
 SLOWER = 1.6
 """Layouts that take this many times the best one's step are of no interest, however lean."""
-RECOMPUTING = 1.5
-"""The most that full recomputation takes of the time of none: one more forward pass, which takes no longer than a backward pass."""
 BINS = 48
 """Steps of memory on the front while screening."""
+ABOVE = 1 + 1e-9
+"""So much above a layout's time is where it is not left out itself."""
 SAMPLE = 23
 """Every so many layouts of one schedule are screened first."""
 POOL = 1000
@@ -51,44 +53,77 @@ class Candidates(NamedTuple):
     found: list[Candidate]
     complete: float
     """No layout that was screened as faster than this is missing."""
-    recomputing: list[tuple[Group, Screened]]
-    """Rows that recompute everything, fit, and may be among the fastest with a part of that."""
+
+
+class Within(NamedTuple):
+    """A limit of seconds and bytes."""
+
+    seconds: float
+    memory: float
+
+    def seconds_with(self, memory: Array) -> Array:
+        return np.where(memory <= self.memory, self.seconds, -1.0)
 
 
 class _Pool:
-    """The fastest candidates so far, and the fastest for each amount of memory."""
+    """The fastest candidates so far, and where `lean` ones are asked for, the fastest for each amount of memory."""
 
-    def __init__(self, most_memory: float, most: int) -> None:
-        self.most_memory, self.most = most_memory, most
-        self.recomputing: list[tuple[Group, Screened]] = []
-        self.front = np.full(BINS, np.inf)
-        self.slowest = self.limit = np.inf
+    def __init__(self, most_memory: float, most: int, lean: bool) -> None:
+        self.most_memory, self.most, self.lean = most_memory, most, lean
+        self.front = np.full(BINS, np.inf if lean else -np.inf)
+        self.slowest = self.limit = self.cut = np.inf
+        self.seen = np.zeros(0)
         self.found: list[tuple[float, float, Group, str, int, int, int]] = []
 
-    def look(self, one: Screened) -> None:
-        """Takes note of how fast a layout can be: those that are slower by more than a factor are not looked at any more."""
+    def look(self, one: Screened) -> Array:
+        """Takes note of how fast layouts are that fit: those that are slower by more than a factor are not looked at any more.
+        Returns the seconds."""
         fits = one.seconds[:, one.memory <= self.most_memory]
         if fits.size:
             self.limit = min(self.limit, SLOWER * float(fits.min()))
+        return fits.ravel()
+
+    def rank(self, seconds: Array) -> None:
+        """Takes note of more layouts that fit. The slowest that is among the fastest of all is no slower than that of a part."""
+        self.seen = np.append(self.seen, seconds[seconds < self.slowest])
+        if len(self.seen) > self.most:
+            self.seen = np.partition(self.seen, self.most)[: self.most + 1]
+            self.slowest = ABOVE * float(self.seen[-1])
+
+    def _steps(self, memory: Array) -> Array:
+        return np.minimum(memory * (BINS / self.most_memory), BINS - 1).astype(np.int64)
+
+    @property
+    def seconds(self) -> float:
+        """What takes longer is of no interest, however lean."""
+        return min(self.limit, self.cut, max(self.slowest, float(self.front.max())))
+
+    def seconds_with(self, memory: Array) -> Array:
+        """What takes longer with so much memory is neither among the fastest nor the fastest that is as lean."""
+        fast = np.maximum(self.front[self._steps(memory)], self.slowest)
+        return np.where(memory <= self.most_memory, np.minimum(fast, min(self.limit, self.cut)), -1.0)
+
+    def fill(self, groups: list[Group]) -> None:
+        """Screens all of their layouts that may be of interest."""
+        for group in groups:
+            for one in group.screen(group.schedules, group.rows(), self):
+                self.add(group, one)
 
     def add(self, group: Group, one: Screened) -> None:
         """Take what is among the fastest, or faster than all that are as lean."""
-        self.recomputing += _recomputing(group, one, RECOMPUTING / SLOWER * self.limit)
-        steps = np.minimum(one.memory * (BINS / self.most_memory), BINS - 1).astype(np.int64)
-        fast = np.where(one.memory <= self.most_memory, np.maximum(self.front[steps], self.slowest), -1.0)
-        fast = np.minimum(fast, self.limit)
-        method, row = np.nonzero(one.seconds < fast)
+        steps = self._steps(one.memory)
+        method, row = np.nonzero(one.seconds < self.seconds_with(one.memory))
         if not len(row):
             return
         seconds, memory = one.seconds[method, row], one.memory[row]
+        self.rank(seconds)
         if len(row) > self.most:
             keep = np.argpartition(seconds, self.most)[: self.most]
-            self.slowest = min(self.slowest, float(seconds[keep].max()))
-            leanest = [np.flatnonzero(steps[row] == n) for n in np.unique(steps[row])]
+            leanest = [np.flatnonzero(steps[row] == n) for n in np.unique(steps[row]) if self.lean]
             keep = np.unique([*keep, *(at[seconds[at].argmin()] for at in leanest)])
             method, row, seconds, memory = method[keep], row[keep], seconds[keep], memory[keep]
         self.look(one)
-        np.minimum.at(self.front, steps[row], seconds)
+        np.minimum.at(self.front, steps[row], seconds)  # which changes nothing where lean ones are not asked for
         np.minimum.accumulate(self.front, out=self.front)
         rows = one.rows[row].tolist()
         for s, b, m, r in zip(seconds.tolist(), memory.tolist(), method.tolist(), rows, strict=True):
@@ -107,41 +142,34 @@ class _Pool:
         """The fastest first."""
         self._prune() if len(self.found) > self.most else self.found.sort(key=lambda c: c[0])
         every = [Candidate(c[0], c[1], c[2], LayoutIndex(*c[3:])) for c in self.found]
-        return Candidates(every, min(self.slowest, self.limit), self.recomputing)
+        return Candidates(every, min(self.slowest, self.limit))
 
 
-def _recomputing(group: Group, one: Screened, most: float) -> list[tuple[Group, Screened]]:
-    """The rows that recompute everything, fit, and take less than so many seconds."""
-    words = group.space.choices.recompute
-    if "full" not in words or "none" not in words:
-        return []
-    full = one.rows // (group.shape[1] * group.shape[2]) == words.index("full")
-    (kept,) = np.nonzero(full & (one.memory <= group.space.capacity) & (one.seconds < most).any(axis=0))
-    few = one._replace(rows=one.rows[kept], seconds=one.seconds[:, kept], memory=one.memory[kept])
-    return [(group, few)] if len(kept) else []
-
-
-def screen_all(space: Space, most: int, most_memory: float) -> Candidates:
-    """The layouts worth playing of all that need no more memory: so many of the fastest, and the fastest for each amount."""
-    pool = _Pool(most_memory, most)
-    for group in space.groups:  # a sample, so that most of the rest is known to be too slow without a closer look
-        for one in group.screen(group.schedules[:1], group.rows()[::SAMPLE], pool.most_memory, pool.limit):
-            pool.look(one)
-    for group in space.groups:
-        for one in group.screen(group.schedules, group.rows(), pool.most_memory, pool.limit):
-            pool.add(group, one)
+def screen_all(space: Space, most: int, most_memory: float, *, lean: bool = True) -> Candidates:
+    """The layouts worth playing of all that need no more memory: so many of the fastest; and where `lean` ones are
+    asked for, which takes a closer look at many more, the fastest for each amount."""
+    # Most are known to be too slow without a closer look: by a sample, then by those that may beat the best of it.
+    some, quick, pool = (_Pool(most_memory, most, it) for it in (False, False, lean))
+    groups = sorted(space.groups, key=lambda one: one.promises)
+    for group in groups:
+        for one in group.screen(group.schedules[:1], group.rows()[::SAMPLE], some):
+            some.rank(some.look(one))
+    quick.limit, quick.cut = some.limit, ABOVE * some.limit / SLOWER
+    quick.fill(groups)
+    if quick.slowest <= quick.cut and not lean:
+        return quick.candidates()
+    pool.limit, pool.slowest = quick.limit, min(quick.slowest, some.slowest)
+    pool.fill(groups)
     return pool.candidates()
 
 
 def all_candidates(space: Space, most_memory: float) -> Candidates:
     """All that need no more memory."""
     found = []
-    recomputing = []
     for group in space.groups:
-        for one in group.screen(group.schedules, group.rows(), most_memory):
-            recomputing += _recomputing(group, one, np.inf)
+        for one in group.screen(group.schedules, group.rows()):
             there = np.isfinite(one.seconds) & (one.memory <= most_memory)
             for method, n in zip(*(x.tolist() for x in np.nonzero(there)), strict=True):
                 index = LayoutIndex(one.schedule, one.chunks, method, int(one.rows[n]))
                 found.append(Candidate(float(one.seconds[method, n]), float(one.memory[n]), group, index))
-    return Candidates(sorted(found, key=lambda c: c.seconds), np.inf, recomputing)
+    return Candidates(sorted(found, key=lambda c: c.seconds), np.inf)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby, product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,8 @@ from shardwise.plan.cost.constants import constants_of
 from shardwise.plan.cost.job import GIB, Job, job_of
 from shardwise.plan.cost.memory import standing_casts
 from shardwise.plan.cost.passes import Passes
-from shardwise.plan.search.bubbles import Pace, before_input, in_flight, makespan
+from shardwise.plan.search.bubbles import Pace, before_input, in_flight, least_makespan, makespan
+from shardwise.plan.search.screened import LayoutIndex, Limit, RankBytes, Screened, TableRows
 from shardwise.plan.search.space import NAMED, Sizes, choices, legal, plain, schedules, sizes, with_choices
 from shardwise.plan.search.tables import LayerTable, ParameterTable, Rows, StageSplit, rows_of, split_key, stage_split
 from shardwise.plan.time.data import DataSeconds
@@ -33,53 +34,6 @@ DEFERRED = 0.4
 """Share of what a layer saves that is still held when the gradient of its input is done: what its GEMMs read."""
 AT_ONCE = 12_000
 """Layouts in one array: few enough for the arrays of a formula to stay in the processor's cache."""
-
-
-class LayoutIndex(NamedTuple):
-    """A layout of a group: its schedule, and the numbers of its method and its row."""
-
-    schedule: str
-    chunks: int
-    method: int
-    row: int
-
-
-class Screened(NamedTuple):
-    """Step seconds [method, row] and bytes of the fullest rank [row] of some rows of a group under one schedule."""
-
-    schedule: str
-    chunks: int
-    rows: Array
-    seconds: Array
-    memory: Array
-
-
-class TableRows(NamedTuple):
-    """Rows of a group, and their rows in the tables."""
-
-    recompute: Array
-    zero: Array
-    column: Array
-    layer: Array
-    parameters: Array
-    microbatches: Array
-
-
-class RankBytes(NamedTuple):
-    """What the kinds of ranks hold: bytes of [kind of rank, row]."""
-
-    fixed: Array
-    gradients: Array
-    """Where they are reduced in every microbatch, or as they come."""
-    whole_gradients: Array
-    once: Array
-    """Whether gradients are reduced once a step: [row]."""
-    saved: Array
-    """Of one microbatch, by all stages of the rank."""
-    loss_saved: Array
-    loss: Array
-    again: Array
-    """Of a layer that is being recomputed."""
 
 
 class Space:
@@ -181,11 +135,15 @@ class Space:
 
     @cached_property
     def least(self) -> dict[bool, Array]:
-        """The times of the whole network under the fastest method."""
+        """The times of the whole network under the fastest method, forward and in all: [2, row]."""
         model = self.job.model
         dense = model.dense_layers if model.experts else model.layers
         parts = np.array([dense, model.layers - dense, 1.0, 1.0])
-        return {key: np.tensordot(parts, table.sum(axis=0), 1).min(axis=0) for key, table in self.seconds.items()}
+        found = {}
+        for key, table in self.seconds.items():
+            forward, inputs, weights = np.tensordot(parts, table, (0, 1))
+            found[key] = np.stack([forward.min(axis=0), (forward + inputs + weights).min(axis=0)])
+        return found
 
     def _groups(self) -> Iterator[Group]:
         every = self.sizes
@@ -224,8 +182,10 @@ class Group:
 
     @cached_property
     def seconds(self) -> Array:
-        """The layers' times under this group's methods."""
-        return self.space.seconds[self.expert_tensor][:, :, [self.space.methods.index(one) for one in self.methods]]
+        """The layers' times under this group's methods: every one of the space's, the first, or every second."""
+        every, few = self.space.methods, self.methods
+        step = every.index(few[1]) if len(few) > 1 else 1
+        return self.space.seconds[self.expert_tensor][:, :, : step * len(few) : step]
 
     def _legal(self, method: str) -> Array:
         """Sizes that keep the rules under a context method. The other choices were made so that they do."""
@@ -258,28 +218,43 @@ class Group:
         parameters = z * self.parameters.size + self.parameter_row[column]
         return TableRows(a, z, column, layer, parameters, self.microbatches[column])
 
-    def screen(
-        self, wanted: list[tuple[str, int]], rows: Array, most_memory: float = np.inf, most_seconds: float = np.inf
-    ) -> Iterator[Screened]:
-        """Rows under some schedules, without those that need more memory or certainly take longer. Illegal ones take forever."""
-        at = self.at(rows)
-        share = self.microbatches / self.pipeline * self.space.slower
-        quick = np.flatnonzero(share[at.column] * self.space.least[self.expert_tensor][at.layer] <= most_seconds)
-        rows, at = rows[quick], TableRows(*(x[quick] for x in at))
+    def screen(self, wanted: list[tuple[str, int]], rows: Array, limit: Limit | None = None) -> Iterator[Screened]:
+        """Rows under some schedules, without those that are certainly beyond the limit. Illegal ones take forever."""
+        every = self.at(rows)
         for _, same in groupby(sorted(wanted, key=self._key), key=self._key):
             names = list(same)
-            split = self.space.split(self.pipeline, *names[0])
+            split, at, there = self.space.split(self.pipeline, *names[0]), every, rows
+            if limit is not None:
+                least = np.array([self.least_seconds(*name, every) for name in names])
+                quick = np.flatnonzero(least.min(axis=0) <= limit.seconds)
+                if not len(quick):
+                    continue
+                there, least, at = rows[quick], least[:, quick], every.some(quick)
             held = self._held(split, at)
-            memory = [self._memory(split, schedule, at, held) for schedule, _ in names]
-            fits = np.flatnonzero(np.minimum.reduce(memory) <= most_memory)
+            memory = np.array([self._memory(split, schedule, at, held) for schedule, _ in names])
+            fits = np.arange(len(there))
+            if limit is not None:
+                fits = np.flatnonzero((least <= limit.seconds_with(memory)).any(axis=0))
             for few in np.array_split(fits, -(-len(fits) * len(self.methods) // AT_ONCE) or 1):
                 if len(few):
-                    part = TableRows(*(x[few] for x in at))
+                    part = at.some(few)
                     pace, rest = self._pace(split, part)
                     for (schedule, chunks), need in zip(names, memory, strict=True):
                         seconds: Array = (makespan(schedule, pace, part.microbatches) + rest) * self.space.slower
                         seconds[~self.legal[:, part.column]] = np.inf
-                        yield Screened(schedule, chunks, rows[few], seconds, need[few])
+                        yield Screened(schedule, chunks, there[few], seconds, need[few])
+
+    def least_seconds(self, schedule: str, chunks: int, at: TableRows) -> Array:
+        """A schedule does not take these rows less, whatever the method: the work of a mean rank, and the bubble as far as it is
+        known."""
+        forward, work = np.take(self.space.least[self.expert_tensor], at.layer, axis=-1) / self.pipeline
+        return self.space.slower * least_makespan(schedule, self.pipeline, chunks, at.microbatches, work, forward)
+
+    @cached_property
+    def promises(self) -> float:
+        """No layout of the group takes less."""
+        at = self.at(self.rows())
+        return min(float(self.least_seconds(*schedule, at).min()) for schedule in self.schedules[:1])
 
     def leanest(self) -> tuple[float, LayoutIndex]:
         """The least memory of any layout, and which it is."""
@@ -301,7 +276,7 @@ class Group:
     def _pace(self, split: StageSplit, at: TableRows) -> tuple[Pace, Array]:
         """What the schedule's closed form reads, and the seconds of a step beside it."""
         constants, ranks, job = self.space.constants, split.ranks, self.space.job
-        own = added_passes(split.parts, *np.take(self.seconds, at.layer, axis=-1))
+        own = added_passes(split.parts, *self.seconds[..., at.layer])
         data = self.parameters.traffic(split, at.parameters)
         zero = with_zero(own, DataSeconds(*(x[:, None] for x in data)), constants)
         hop = constants["pipeline"] * self.of_size.hop[at.column]

@@ -152,10 +152,10 @@ def _kept(best: FittingLayout, spaces: Sequence[Fitting]) -> tuple[Plan, str] | 
     devices = best.candidate.group.space.devices
     every = [one for fitting in spaces if fitting.space.devices == devices for one in fitting.roomy(best.seconds)]
     fastest, least, tried = None, best.seconds, 0
-    for reached, run in sorted(every, key=lambda one: one[0]):
-        if tried == ROOMY or reached > PROMISING * least:
+    for _, saving, run in sorted(every, key=lambda one: one[0]):
+        if tried == ROOMY:
             break
-        if memory_that_fits(run, job_of(run)) is None or (kept := with_least_recompute(run)) is None:
+        if saving >= least or memory_that_fits(run, job_of(run)) is None or (kept := with_least_recompute(run)) is None:
             continue
         tried += 1
         job = job_of(kept)
@@ -224,8 +224,6 @@ NO_ENGINE = (
     "layouts fit that train this run, but none leaves room for the weights and one answer of the engine that makes its answers; "
     "use more devices, adapters, or a shorter train.seq_len"
 )
-PROMISING = 1.01
-"""How far above what it really takes a layout's time may have been guessed."""
 ROOMY = 6
 """Layouts that are tried with a recompute budget: those that have most to gain."""
 STEPS = 7
