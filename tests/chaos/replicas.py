@@ -1,17 +1,22 @@
 """Replicas of a run that are killed, again and again, while the others train on (`layout.sync_elastic`).
 
-    python tests/chaos/replicas.py [--kills 50] [--seed 1] [--steps 4000] [--replicas 4] [--folder DIR]
+    python tests/chaos/replicas.py [--kills 50] [--seed 1] [--steps 4000] [--replicas 4] [--rows 4] [--hidden 32] [--lr 3e-3]
+        [--sync-every 10] [--outer average] [--outer-lr 0.7] [--outer-momentum 0.4] [--apart-lr 6e-3] [--without killed]
+        [--together] [--folder DIR] [--json FILE]
 
 Three runs see the same data: one whose replicas add up their gradients in every step, one whose replicas speak every
 `sync_every` steps and nobody disturbs, and one in which so many replicas are killed with SIGKILL, at drawn moments. It must end
 by itself; every step must have been recorded once, and no pause between two exchanges may be as long as a restart of the run; and
-its validation loss must be within 3% of the synchronous run's. Prints what happened.
+its validation loss must be within 3% of the synchronous run's. Replicas that train apart may have a learning rate of their own
+(`--apart-lr`): each step of theirs is of a batch so many times smaller. `--together` runs the three at the same time, which needs
+three times as many cores as replicas. Prints a table.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -26,7 +31,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 BOUND = 0.03
-EVERY = 10
 
 
 def start(folder: Path, *keys: str) -> subprocess.Popen[str]:
@@ -88,24 +92,25 @@ def pauses(folder: Path) -> Iterator[float]:
     yield from (later - earlier for earlier, later in pairwise(times))
 
 
-def run_file(steps: int, replicas: int) -> str:
+def run_file(options: argparse.Namespace) -> str:
     """The file of all three runs."""
+    steps, replicas = options.steps, options.replicas
     return f"""name = "replicas"
 [model]
 layers = 2
-hidden = 32
+hidden = {options.hidden}
 heads = 2
 [layout]
 replicate = {replicas}
 [train]
 steps = {steps}
 seq_len = 64
-global_batch = {4 * replicas}
-lr = 3e-3
+global_batch = {options.rows * replicas}
+lr = {options.lr}
 device = "cpu"
 eval_every = {steps}
 eval_sequences = 256
-checkpoint_every = {50 * EVERY}
+checkpoint_every = {50 * options.sync_every}
 restart_wait = 0.0
 hang_seconds = 20.0
 compare_every = 0
@@ -138,8 +143,42 @@ def disturb(folder: Path, process: subprocess.Popen[str], kills: int, replicas: 
 
 
 def evaluation(folder: Path) -> float:
-    """The validation loss at the end of a run."""
-    return [record["eval_loss"] for record in records(folder, "metrics.jsonl") if "eval_loss" in record][-1]
+    """The validation loss at the end of a run; no number where the replica that writes died before it wrote that."""
+    return ([math.nan] + [each["eval_loss"] for each in records(folder, "metrics.jsonl") if "eval_loss" in each])[-1]
+
+
+class Campaign:
+    """One of the three runs."""
+
+    def __init__(self, name: str, keys: list[str], options: argparse.Namespace, folder: Path) -> None:
+        self.name, self.options, self.place = name, options, folder / name.replace(" ", "-")
+        self.place.mkdir(parents=True)
+        (self.place / "run.toml").write_text(run_file(options))
+        self.process, self.began, self.kills = start(self.place, *keys), time.monotonic(), 0
+
+    def finish(self) -> None:
+        """Disturb it, if that is its part, and wait for its end."""
+        options = self.options
+        if self.name == "killed":
+            pace = 0.9 * options.steps / options.kills
+            self.kills = disturb(self.place, self.process, options.kills, options.replicas, options.seed, pace)
+        if self.process.wait():
+            raise SystemExit("\n".join((self.place / "said").read_text().splitlines()[-20:]))
+        self.seconds = time.monotonic() - self.began
+
+    def record(self, plain: float) -> dict[str, Any]:
+        """What came of it, beside the loss of gradients in every step."""
+        place, steps = self.place, range(1, self.options.steps + 1)
+        found = [record["step"] for record in records(place, "metrics.jsonl") if "loss" in record]
+        shares = [len(event["added"]) for event in events(place, "exchange")]
+        made = dict(run=self.name, loss=evaluation(place), ratio=evaluation(place) / plain, seconds=self.seconds)
+        made |= dict(recorded_once=found == list(steps), kills=self.kills, began=1, pause=0.0, members=0.0, fewest=0)
+        if shares:
+            made["began"] = len({event["era"] for event in events(place, "exchange")})
+            made |= dict(pause=max(pauses(place), default=0.0), members=sum(shares) / len(shares), fewest=min(shares))
+        made |= dict(left=len(events(place, "left")), joined=len(events(place, "joined")))
+        right = made["recorded_once"] and made["began"] == 1 and made["ratio"] <= 1 + BOUND
+        return made | dict(holds=right and (self.name != "killed" or self.kills == self.options.kills))
 
 
 def main() -> int:
@@ -149,44 +188,52 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=4, help="of a replica in a step")
+    parser.add_argument("--hidden", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--apart-lr", type=float, default=0.0, help="of replicas that train apart; 0: the same")
+    parser.add_argument("--sync-every", type=int, default=10)
+    parser.add_argument("--outer", choices=("average", "nesterov"), default="average")
+    parser.add_argument("--outer-lr", type=float, default=0.7, help="nesterov")
+    parser.add_argument("--outer-momentum", type=float, default=0.4, help="nesterov")
+    parser.add_argument("--without", nargs="*", default=[], choices=("undisturbed", "killed"))
+    parser.add_argument("--together", action="store_true")
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp())
-    apart = [f"--layout.sync_every={EVERY}", "--layout.outer_momentum=0.4", "--layout.sync_elastic=true"]
-    runs = {"every step": ["--train.restarts=3"], "undisturbed": apart, "killed": [*apart, "--train.restarts=1000"]}
-    good = True
-    for name, keys in runs.items():
-        place = folder / name.replace(" ", "-")
-        place.mkdir(parents=True)
-        (place / "run.toml").write_text(run_file(options.steps, options.replicas))
-        process, began = start(place, *keys), time.monotonic()
-        kills = 0
-        if name == "killed":
-            pace = 0.9 * options.steps / options.kills
-            kills = disturb(place, process, options.kills, options.replicas, options.seed, pace)
-        code = process.wait()
-        if code:
-            print("\n".join((place / "said").read_text().splitlines()[-20:]))
-            return code
-        steps = [record["step"] for record in records(place, "metrics.jsonl") if "loss" in record]
-        once = steps == list(range(1, options.steps + 1))
-        ratio = evaluation(place) / evaluation(folder / "every-step")
-        good = good and once and ratio <= 1 + BOUND
+    layout = dict(sync_every=options.sync_every, outer_optimizer=options.outer, sync_elastic="true")
+    if options.outer == "nesterov":
+        layout |= dict(outer_lr=options.outer_lr, outer_momentum=options.outer_momentum)
+    apart = [f"--layout.{key}={value}" for key, value in layout.items()] + [
+        f"--train.lr={options.apart_lr or options.lr}"
+    ]
+    keys = {"every step": ["--train.restarts=3"], "undisturbed": apart, "killed": [*apart, "--train.restarts=1000"]}
+    chosen = {name: own for name, own in keys.items() if name not in options.without}
+    made: list[Campaign] = []
+    if options.together:
+        made = [Campaign(name, own, options, folder) for name, own in chosen.items()]
+        for each in sorted(made, key=lambda one: one.name != "killed"):
+            each.finish()
+    else:
+        for name, own in chosen.items():
+            made.append(Campaign(name, own, options, folder))
+            made[-1].finish()
+    found = [each.record(evaluation(made[0].place)) for each in made]
+    print(
+        f"{'run':12} {'loss':>8} {'ratio':>7} {'bound':>6} {'kills':>6} {'left':>5} {'joined':>7} {'members':>8} {'fewest':>7} "
+        f"{'longest pause':>14} {'s':>6}  steps recorded once"
+    )
+    for one in found:
         print(
-            f"{name}: loss {evaluation(place):.4f}, {ratio:.4f} of that with gradients in every step; "
-            f"{time.monotonic() - began:.0f} s; every step recorded once: {once}"
+            f"{one['run']:12} {one['loss']:8.4f} {one['ratio']:7.4f} {1 + BOUND:6.3f} {one['kills']:6} {one['left']:5} "
+            f"{one['joined']:7} {one['members']:8.2f} {one['fewest']:7} {one['pause']:12.1f} s {one['seconds']:6.0f}  "
+            f"{one['recorded_once']}"
         )
-        if name == "killed":
-            left, joined = events(place, "left"), events(place, "joined")
-            short = [len(event["added"]) for event in events(place, "exchange")]
-            eras = {event["era"] for event in events(place, "exchange")}
-            good = good and kills == options.kills and len(eras) == 1
-            print(
-                f"{kills} kills: {len(left)} times a replica left, {len(joined)} times one joined; in the mean "
-                f"{sum(short) / len(short):.2f} replicas in an exchange, at least {min(short)}; the run began {len(eras)} time; "
-                f"longest pause between two exchanges {max(pauses(place)):.1f} s, undisturbed "
-                f"{max(pauses(folder / 'undisturbed')):.1f} s"
-            )
+    if options.json:
+        settings = {key: value for key, value in vars(options).items() if key not in ("folder", "json")}
+        options.json.write_text(json.dumps(dict(settings=settings, runs=found), indent=1))
+    good = all(one["holds"] for one in found)
     print("all of it holds" if good else "NOT all of it holds")
     return 0 if good else 1
 
