@@ -22,9 +22,7 @@ from shardwise.trace.export import as_json
 
 SMALL, LARGE = 6_000, (40_000, 160_000)
 MOST = 3.0
-ROUNDS = 12
-MOST_WITH_PAGE = 4.0
-"""Spans that a usual profile has merged, since they are too short to see, are drawn one by one where they all overlap."""
+ROUNDS, LARGE_ROUNDS = 12, 4
 ARGUMENTS = Namespace(
     no_cache=True, cache=None, chip=None, dtype="bfloat16", from_step=None, to_step=None, all_events=False
 )
@@ -97,5 +95,8 @@ def test_an_odd_profile_takes_no_longer_than_three_usual_ones(make: Writer, tmp_
 def test_time_grows_with_the_events(make: Writer, usual, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     small, large = (seconds(tmp_path / str(count), make, count, 1, page=True) for count in LARGE)
     assert large <= 1.6 * LARGE[1] / LARGE[0] * small, f"{LARGE[0]} events: {small:.2f} s, {LARGE[1]}: {large:.2f} s"
-    plain = usual(plain_events(make, LARGE[1]), True)
-    assert large <= MOST_WITH_PAGE * plain, f"{large:.2f} s, a usual profile {plain:.2f} s"
+    ratios = [large / usual(plain_events(make, LARGE[1]), True)]
+    while len(ratios) < LARGE_ROUNDS and min(ratios) > MOST:  # the usual one was measured at another time
+        plain = made(tmp_path / "plain", odd_traces.plain, plain_events(make, LARGE[1]))
+        ratios.append(explain(tmp_path / str(LARGE[1]), page=True) / explain(plain, page=True))
+    assert min(ratios) <= MOST, f"with its page as long as {min(ratios):.2f} usual profiles at best, of {ratios}"
