@@ -185,7 +185,8 @@ class Members:
     def finish(self) -> bool:
         """Behind the last step: whether this replica is to write what remains. The others wait until that is done, and one of them
         does it where the writer dies."""
-        return bool(self.ask("finish")["write"])
+        self.writes = bool(self.ask("finish")["write"])
+        return self.writes
 
     def finished(self) -> None:
         """It is written."""

@@ -207,7 +207,8 @@ class SharedMetrics:
             return
         if self.metrics is None:
             written = max((r["step"] for r in read_metrics(self.out)), default=0)
-            self.pending = [r for r in self.pending if r["step"] > written]
+            # The newest is this replica's own to write, also where it is of a step that the other has recorded.
+            self.pending = [r for r in self.pending[:-1] if r["step"] > written] + self.pending[-1:]
             self.metrics = Metrics(self.out, self.elastic.whole, self.log, resumed_step=written)
         for each in self.pending:
             self.metrics.record(**each)
