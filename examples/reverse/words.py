@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-LETTERS, LENGTH, CARELESS = "abcdefgh", 4, 0.9
+LETTERS, LENGTH, CARELESS = "abcdefgh", 4, 0.75
 
 
 def main(folder: Path) -> None:
