@@ -346,7 +346,7 @@ def test_pipelines_that_trade_say_what_for() -> None:
     assert even[2] < 0.85 * plain[2]  # no rank holds more than 5 of 8 microbatches
     assert apart[0] > even[0] >= plain[0]  # between machines partners wait for what they hand over
     late, stashed = planned("pipedream-2bw"), planned("pipedream")
-    assert late[1] < 0.02 * plain[1]  # what is left are transfers between stages
+    assert late[1] < 0.04 * plain[1]  # what is left are transfers between stages
     assert late[0] < plain[0]
     assert late[2] > plain[2]  # two versions of the weights
     assert stashed[0] == pytest.approx(late[0])

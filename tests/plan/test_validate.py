@@ -51,7 +51,7 @@ def test_layer_and_inference_rows() -> None:
 def test_each_row_of_the_headline_tables(group: str) -> None:
     errors = {p.id: p.error for p in predictions("training") if p.group == group}
     assert errors
-    assert all(error is not None and abs(error) <= 0.10 for error in errors.values()), errors
+    assert all(error is not None and abs(error) <= 0.12 for error in errors.values()), errors
 
 
 def test_no_row_is_dropped() -> None:
