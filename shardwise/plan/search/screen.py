@@ -62,6 +62,7 @@ class Space:
         self.slower = float(slowdown(self.job, self.constants))
         self.capacity = float(self.job.cluster.chip.memory) * (1.0 - self.job.headroom)
         self.methods = list(product(self.choices.context_method, self.choices.async_tensor))
+        self._legal: dict[tuple[str, bool], Array] = {}
         self._splits: dict[tuple[int, int, bool, bool], StageSplit] = {}
         self.layers: dict[bool, LayerTable] = {}
         self.parameters: dict[tuple[bool, int], ParameterTable] = {}
@@ -75,6 +76,14 @@ class Space:
     def count(self) -> int:
         """Legal layouts."""
         return sum(group.count for group in self.groups)
+
+    def legal(self, method: str, expert_tensor: bool) -> Array:
+        """Sizes that keep the rules under a context method. The other choices were made so that they do."""
+        if (method, expert_tensor) not in self._legal:
+            lay = replace(self.plain, context_method=method, expert_tensor=expert_tensor)  # type: ignore[arg-type]
+            keeps = legal(replace(self.run, layout=self.sizes.into(lay)))
+            self._legal[method, expert_tensor] = np.broadcast_to(keeps, self.sizes.tensor.shape)
+        return self._legal[method, expert_tensor]
 
     def split(self, pipeline: int, schedule: str, chunks: int) -> StageSplit:
         """How a schedule splits the layers."""
@@ -176,7 +185,7 @@ class Group:
         self.layer_row = self.layers.row[index]
         self.parameter_row = self.parameters.row[space.parameter_row[index]]
         self.of_size = Rows(*(column[index] for column in space.of_size))
-        self.legal: Array = np.array([self._legal(method) for method, _ in self.methods])
+        self.legal: Array = np.array([space.legal(method, expert_tensor)[index] for method, _ in self.methods])
         s = self.sizes
         self.microbatches = space.job.global_batch // (s.microbatch * s.replicate * s.shard)
 
@@ -186,11 +195,6 @@ class Group:
         every, few = self.space.methods, self.methods
         step = every.index(few[1]) if len(few) > 1 else 1
         return self.space.seconds[self.expert_tensor][:, :, : step * len(few) : step]
-
-    def _legal(self, method: str) -> Array:
-        """Sizes that keep the rules under a context method. The other choices were made so that they do."""
-        lay = replace(self.space.plain, context_method=method, expert_tensor=self.expert_tensor)  # type: ignore[arg-type]
-        return legal(replace(self.space.run, layout=self.sizes.into(lay)))
 
     @property
     def shape(self) -> tuple[int, int, int]:

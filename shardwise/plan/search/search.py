@@ -166,8 +166,10 @@ def _kept(best: FittingLayout, spaces: Sequence[Fitting]) -> tuple[Plan, str] | 
     if fastest is None:
         return None
     found, none = plan_job(*fastest), _with(fastest[0], "none")
-    gain = found.account.step_seconds / plan_job(none, job_of(none), precise=False).account.step_seconds
-    return found, sentence("recompute budget → none", gain, memory_of(none, job_of(none)))
+    job = job_of(none)
+    seconds = step_time(prepare(job)).seconds
+    gain = found.account.step_seconds / (seconds + data_stall(none, job.cluster, seconds))
+    return found, sentence("recompute budget → none", gain, memory_of(none, job))
 
 
 def _worth(one: FittingLayout) -> tuple[float, float]:

@@ -159,7 +159,9 @@ class LayerTable:
                 network = self.networks[recompute, method]
                 job = overlapped(self._under(recompute, method), overlap)
                 for n, module in enumerate((network.dense, network.moe, network.embedding, network.head)):
-                    if module is not None:
+                    if n > 1 and a:  # the two ends are not recomputed
+                        result[:, n, b, a] = result[:, n, b, 0]
+                    elif module is not None:
                         own = passes(job, module, constants)
                         result[:, n, b, a] = own.forward, own.backward_input, own.backward_weight
         return result.reshape(3, 4, len(methods), -1)
