@@ -42,7 +42,6 @@ RUNS: list[Any] = [
         ("dense", dict(pipeline=2, replicate=2, shard=2, schedule="pipedream-2bw"), dict(global_batch=8, microbatch=1)),
         ("latent", dict(pipeline=2, context=2, schedule="pipedream"), dict(global_batch=3, microbatch=1)),
         ("dense", dict(pipeline=2, replicate=2, tensor=2, schedule="pipedream-2bw"), dict(global_batch=4, microbatch=1)),
-        ("dense", dict(pipeline=2, shard=2, compress_weights="int8", schedule="pipedream"), dict(global_batch=4, microbatch=1)),
     ]),
 ]  # fmt: skip
 
