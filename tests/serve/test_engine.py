@@ -32,7 +32,8 @@ def test_drawn_schedules_answer_as_the_uncached_model(part: int, request: pytest
 @pytest.mark.parametrize("number", [686, 3456, 5446])
 def test_logprobs_of_a_step_are_those_its_own_requests_asked_for(number: int) -> None:
     """In these a sequence is preempted while its token is under way, and its slot is given to a request without logprobs."""
-    assert check_schedule(f"schedules 1 {number}").stats.preemptions
+    then = [name for name in FAMILIES if name != "bloom"]  # of which they were drawn
+    assert check_schedule(f"schedules 1 {number}", then).stats.preemptions
 
 
 @pytest.mark.large("a thousand drawn schedules")

@@ -107,7 +107,7 @@ class Framework:
     """What the allocator wastes, as a share of what comes and goes within a step."""
 
 
-QLORA_HOST = 6.4
+QLORA_HOST = 3.78
 """`host` of our own trainer where matrices are kept in 4 bits, whose layers are not compiled: by Llama 3 8B on an H200, launched
 kernel by kernel (benchmarks/gpu/RESULTS.md, "Tuning", says what makes such a kernel dear)."""
 

@@ -220,9 +220,9 @@ def _composed_attention(tape: Tape, heads: Heads, queries: int, keys: int) -> No
     tape.save_new("scaled q", batch * queries * heads.queries * heads.width, high)
     tape.save_new("scaled k", batch * keys * heads.queries * heads.width, high)
     tape.save_new("scores", batch * heads.queries * queries * keys, high)
-    if tape.low_precision or (batch > 1 and heads.queries > 1):
+    if tape.low_precision or heads.keys != heads.queries or (batch > 1 and heads.queries > 1):
         tape.save_new("scaled v", batch * keys * heads.queries * heads.v_width, high)
-    else:  # the values of one row, or of one head, lie as the GEMM wants them
+    else:  # the values of one row, or of one head, lie as the GEMM wants them; those of a group are repeated
         tape.save(heads.v)
 
 
