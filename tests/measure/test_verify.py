@@ -92,6 +92,20 @@ def test_narrow_arithmetic_is_as_planned(layout: Layout) -> None:
     check(verify_dry(run, run.layout.world - 1), run)
 
 
+@pytest.mark.parametrize("fp8", ["", "tensorwise"])
+@pytest.mark.parametrize("parts", ["", " + no query norm #0", " + alibi #0", " + no query norm #0 + alibi #0"])
+@pytest.mark.parametrize("method", cases.METHODS)
+@pytest.mark.drawn(2)
+def test_the_deferred_gradients_of_a_ranks_only_head_are_as_planned(method: str, parts: str, fp8: str) -> None:
+    """They are views of what attention gave, which may be wider; of several heads they are copies."""
+    layout = dict(context=2, tensor=2, pipeline=2, schedule="zb-h1", context_method=method)
+    sizes = dict(layers=2, global_batch=3, microbatch=1, dtype="bfloat16", seq_len=32)
+    if fp8:
+        sizes |= dict(device="cuda", fp8=fp8)
+    run = cases.make_run(f"dense{parts}", layout, **sizes)
+    assert not verify_dry(run, run.layout.world // 2).beyond(dict(work=0.0, traffic=0.0, memory=0.0))
+
+
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [(layout, dtype) for layout in ({}, dict(pipeline=2), dict(shard=2)) for dtype in ("float64", "bfloat16")],

@@ -122,24 +122,32 @@ def _grouped(tape: Tape, x: str) -> Heads:
         made = linear(tape, x, f"attention.{name}", edge=name == "q")
         if m.qk_norm:
             made = norm(tape, made, f"attention.{name}_norm", tokens * count)
-        if m.position == "alibi" and count == 1 and f"{tape.prefix}gradient of attention.{name}" in tape.deferred:
-            # The gradient of the only head is a view of that with the elements of its position.
-            tape.deferred[f"{tape.prefix}gradient of attention.{name}"] += (
-                tokens * (m.key_dim - m.head_dim) * tape.planned.width
-            )
         if m.position != "learned":
             made = tape.make(f"{name} with position", tokens * count * m.key_dim)
         projected.append(made)
     v = linear(tape, x, "attention.v")
     for head in (*projected, v):
         tape.rematerialized("heads", head, x)
-    lay, train = tape.planned.run.layout, tape.planned.run.train
-    gathers = tape.planned.size("context") > 1 and lay.context_method == "gather" and train.fp8 != "tensorwise"
-    gradient = f"{tape.prefix}gradient of attention.v"
-    if gathers and keys == 1 and (m.qk_norm or m.position != "learned") and gradient in tape.deferred:
-        # The gradient of one head's values is a view of that of its keys and values; a magnitude behind them makes another.
-        tape.deferred[gradient] *= 2
+    _widen_gradients(tape, queries, keys)
     return Heads(queries, keys, m.key_dim, m.head_dim, projected[0], projected[1], v)
+
+
+def _widen_gradients(tape: Tape, queries: int, keys: int) -> None:
+    """What is deferred of a rank's only head may be a view, which keeps a wider tensor: of several heads it is a copy."""
+    run, tokens = tape.planned.run, tape.planned.tokens
+    m = run.model
+    views = not m.qk_norm and m.position in ("learned", "alibi")  # nothing makes another gradient of the keys
+    # Ring and gather send keys and values as one tensor; Ulysses sends each of them alone.
+    as_one = keys == 1 and tape.planned.size("context") > 1 and run.layout.context_method in ("ring", "gather")
+    position = m.key_dim - m.head_dim  # the elements that ALiBi adds to a head
+    more = {"q": position if queries == 1 and views else 0, "k": position if keys == 1 and views else 0}
+    more["v"] = m.key_dim if as_one and not views else 0
+    per_tensor = run.train.fp8 == "tensorwise"  # whose gradients are copies in fp8
+    for name, numel in more.items():
+        gradient = f"{tape.prefix}gradient of attention.{name}"
+        columns = m.head_dim * (queries if name == "q" else keys)
+        if gradient in tape.deferred and not (per_tensor and uses_fp8_gemm(run, columns, m.hidden)):
+            tape.deferred[gradient] += tokens * numel * tape.planned.width
 
 
 def _latent(tape: Tape, x: str) -> Heads:
