@@ -64,6 +64,8 @@ class Grid:
     check_gib: float
     check_requests: int
     """So many that they take some seconds: a kernel that is loaded late is then no large part of it."""
+    reduced: tuple[str, ...] = ()
+    """What matrices are packed in besides (`serve.weights`): the first two shapes are measured in each."""
     many: int = 256
     """By which the host is timed: sequences of a step, tokens of two prompts, and how many steps."""
     prompts: tuple[int, int] = (512, 2048)
@@ -77,11 +79,12 @@ GPU = Grid(
     4, (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (FEW, 512, 2048, 8192), (128, 512, 2048, 8192),
     (16, 32, 128, 512, 1024, 2048, 4096, 8192), ((512, 2048), (2048, 6144)), 2**20, 64, 64,
     ((3072, 8192, 24, 8, 128), 28, 128256), "U(50,600)", "U(20,120)", 8.0, 240,  # as Llama 3.2 of 3B
+    ("fp8", "int4", "int8"),
 )  # fmt: skip
 CPU = Grid(
     (((256, 768, 8, 4, 32), 4096), ((64, 128, 4, 2, 16), 256), ((512, 1536, 8, 4, 64), 4096)),
     3, (1, 4, 16, 64), (FEW, 128, 512), (64, 256, 1024), (16, 64, 256, 1024), ((64, 448), (256, 256)), 2**15, 16, 16,
-    ((128, 384, 4, 2, 32), 4, 512), "U(5,120)", "U(2,30)", 0.25, 60, 64, (16, 256), 12,
+    ((128, 384, 4, 2, 32), 4, 512), "U(5,120)", "U(2,30)", 0.25, 60, (), 64, (16, 256), 12,
 )  # fmt: skip
 
 
@@ -97,13 +100,13 @@ class Steps:
     """A runner whose steps are timed."""
 
     def __init__(
-        self, shape: Shape, layers: int, vocab: int, grid: Grid, device: torch.device, watch: DeviceWatch
-    ) -> None:
+        self, shape: Shape, layers: int, vocab: int, grid: Grid, device: torch.device, watch: DeviceWatch, weights: str = "auto"
+    ) -> None:  # fmt: skip
         token = layers * 2 * shape[3] * shape[4] * (4 if device.type == "cpu" else 2)
         room = (grid.most_tokens + (max(grid.sequences) + 2) * grid.page_tokens) * token / 2**30
         run = serving_run(
             shape, layers, vocab, device, page_tokens=grid.page_tokens, max_sequences=max(grid.sequences), memory_gib=room,
-            max_step_tokens=max(8192, *grid.sequences),
+            max_step_tokens=max(8192, *grid.sequences), weights=weights,
         )  # fmt: skip
         self.engine, self.grid, self.watch, self.vocab = engine_of(random_model(run), run), grid, watch, vocab
         self.runner = own_runner(self.engine)
@@ -193,11 +196,12 @@ def _times(work: Callable[[], object], repeats: int) -> Callable[[], None]:
 
 
 def shape_points(
-    shape: Shape, vocab: int, grid: Grid, device: torch.device, watch: DeviceWatch, done: Callable[[float], None]
-) -> Iterator[tuple[str, Point]]:
-    """The points of layers of one shape, as they are measured."""
-    one, many = (Steps(shape, layers, vocab, grid, device, watch) for layers in (1, grid.layers))
-    named = dict(zip(LAYER, shape, strict=True)) | dict(weights="float32" if device.type == "cpu" else "bfloat16")
+    shape: Shape, vocab: int, weights: str, grid: Grid, device: torch.device, watch: DeviceWatch, done: Callable[[float], None]
+) -> Iterator[tuple[str, Point]]:  # fmt: skip
+    """The points of layers of one shape with their matrices in `weights`, as they are measured."""
+    one, many = (Steps(shape, layers, vocab, grid, device, watch, weights) for layers in (1, grid.layers))
+    whole = "float32" if device.type == "cpu" else "bfloat16"
+    named = dict(zip(LAYER, shape, strict=True)) | dict(weights=whole if weights == "auto" else weights)
     picking: dict[int, float] = {}
 
     def layer_of(many: float, rows: int) -> float:
@@ -320,8 +324,8 @@ class TimedRunner:
 def measure_serving(
     device: torch.device, seconds: float, progress: Progress = lambda what, share: None, grid: Grid | None = None
 ) -> Profile:
-    """A profile of the serving engine's steps on a device. The first shape is measured in any case, the others as long as there is
-    time."""
+    """A profile of the serving engine's steps on a device. The first shape is measured in any case; the others, and packed matrices, as
+    long as there is time."""
     torch.manual_seed(0)
     ends = time.perf_counter() + seconds
     grid, gpu = grid or (CPU if device.type == "cpu" else GPU), device.type == "cuda"
@@ -331,9 +335,13 @@ def measure_serving(
         progress("attention", 0.0)
         tune_attention([(shape[2], shape[3], shape[4]) for shape, _ in grid.shapes[:2]], device)
     facts = Host(device, grid).facts()
-    for n, (shape, vocab) in enumerate(grid.shapes):
+    first, rest = grid.shapes[:2], grid.shapes[2:]
+    cells = [(each, weights) for weights in ("auto", *grid.reduced) for each in first]
+    for n, ((shape, vocab), weights) in enumerate([*cells, *((each, "auto") for each in rest)]):
         took = time.perf_counter()
-        for kind, point in shape_points(shape, vocab, grid, device, watch, partial(progress, f"steps {n + 1}")):
+        for kind, point in shape_points(
+            shape, vocab, weights, grid, device, watch, partial(progress, f"steps {n + 1}")
+        ):
             found[kind].append(point)
         progress(f"steps {n + 1}", 1.0)
         now = time.perf_counter()

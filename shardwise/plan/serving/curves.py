@@ -82,8 +82,7 @@ class Curves:
     ) -> None:
         self.facts = facts
         self._models = decode, prompt, before, pick
-        known = {point["weights"] for point in facts.profile.decode}
-        self._weights = weights if weights in known else next(iter(sorted(known)))
+        self._weights = weights
 
     def _points(self, kind: str) -> list[dict[str, Any]]:
         return [point for point in getattr(self.facts.profile, kind) if point["weights"] == self._weights]

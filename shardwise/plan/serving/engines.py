@@ -5,10 +5,13 @@ What a program does is here. How well it does it is fitted, in `fitted.json` und
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwise.hardware.chips import ITEM_BYTES, Chip
+from shardwise.run import ModelConfig
+from shardwise.run.weights import FORMATS as REDUCED
+from shardwise.run.weights import bytes_a_weight
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,8 @@ class Format:
 
     @property
     def label(self) -> str:
-        """As a profile calls it."""
-        return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}.get(self.name, self.name)
+        """As runs and profiles call it."""
+        return next((word for word, name in STORED.items() if name == self.name), self.name)
 
     def dtype(self, chip: Chip) -> str:
         """What the GEMMs are computed in on a chip."""
@@ -106,6 +109,10 @@ class Format:
         return self.multiply if self.multiply in chip.peak else "float16"
 
 
+STORED = {
+    "float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp8": "fp8", "int8": "int8", "int4": "int4g32",
+}  # fmt: skip
+"""The format of each word of `serve.weights` and `train.dtype`."""
 FORMATS = {
     f.name: f
     for f in (
@@ -119,3 +126,9 @@ FORMATS = {
         Format("fp4", ITEM_BYTES["fp4"], "bfloat16", "fp4"),
     )
 }
+
+
+def stored_format(model: ModelConfig, weights: str, dtype: str) -> Format:
+    """The format of a model that computes in `dtype` and keeps its matrices in `weights`."""
+    form = FORMATS[STORED[dtype if weights == "auto" else weights]]
+    return replace(form, bytes=bytes_a_weight(model, weights, dtype)) if weights in REDUCED else form

@@ -17,7 +17,7 @@ from shardwise.hardware.engine_facts import EngineFacts, engine_facts
 from shardwise.plan.cost.job import cluster_of
 from shardwise.plan.serving.cost import Serving
 from shardwise.plan.serving.drafting import Speculation, tokens_a_step
-from shardwise.plan.serving.engines import FORMATS, OURS
+from shardwise.plan.serving.engines import FORMATS, OURS, STORED, stored_format
 from shardwise.plan.serving.play import Place, Played, play, requests_of
 from shardwise.plan.serving.pool import ServingMemory, draft_run, host_pages, kv_dtype, serving_memory
 from shardwise.plan.serving.served import ServedLoad
@@ -25,13 +25,10 @@ from shardwise.plan.serving.step_time import StepTime
 from shardwise.run import AXES, Problem, Run, UserError
 from shardwise.run.draft import drafts
 from shardwise.run.rules.check import serving_rules
-from shardwise.run.weights import BYTES, bytes_a_weight
+from shardwise.run.weights import BYTES
 from shardwise.run.weights import FORMATS as REDUCED
 from shardwise.schedules.serving.figures import LoadFigures
 
-STORED = {
-    "float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp8": "fp8", "int8": "int8", "int4": "int4g32",
-}  # fmt: skip
 HOLDS = 0.95
 """Share of the requests that must keep the limits, and of the rate that must be answered, for a layout to hold a load."""
 
@@ -112,9 +109,7 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
     if broken := [rule for rule in serving_rules(run) if rule.broken]:
         raise UserError(*(Problem(rule.reason(), rule.key) for rule in broken))
     ranks = layout.shard * layout.context * layout.tensor
-    form = FORMATS[STORED[run.train.dtype if serve.weights == "auto" else serve.weights]]
-    if serve.weights in REDUCED:
-        form = replace(form, bytes=bytes_a_weight(model, serve.weights, run.train.dtype))
+    form = stored_format(model, serve.weights, run.train.dtype)
     serving = Serving(
         model, cluster, OURS, form, form, BYTES[kv_dtype(run)], layout.tensor, layout.pipeline,
         expert=layout.expert, expert_tensor=ranks // layout.expert,

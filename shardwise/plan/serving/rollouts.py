@@ -26,8 +26,7 @@ from shardwise.plan.cost.answer_tokens import prompt_tokens
 from shardwise.plan.cost.flops import forward_flops
 from shardwise.plan.cost.job import cluster_of, job_of
 from shardwise.plan.serving.cost import Serving
-from shardwise.plan.serving.engines import FORMATS, OURS
-from shardwise.plan.serving.plan import STORED
+from shardwise.plan.serving.engines import OURS, stored_format
 from shardwise.plan.serving.play import Place, Played, play
 from shardwise.plan.serving.pool import activation_bytes, device_bytes, kv_dtype, stage_memory
 from shardwise.plan.serving.relaid import Relaying, is_whole, needed, part_width, rollout_layout
@@ -218,7 +217,7 @@ class RolloutPlan:
 def played_round(run: Run, memory: RolloutMemory) -> Played:
     """A round of the engine that has most answers, all of them at their full length, played with the engine's scheduler."""
     cluster, serve, asked, model = cluster_of(run), run.serve, run.objective, run.model
-    form = FORMATS[STORED[run.train.dtype]]
+    form = stored_format(run.model, "auto", run.train.dtype)
     windowed = (1.0, model.sliding_window) if model.sliding_window else (0.0, 0)
     layout = rollout_layout(run)
     serving = Serving(

@@ -18,10 +18,11 @@ from shardwise.hardware.engine_facts import EngineFacts
 from shardwise.plan.cost.flops import multiplied
 from shardwise.plan.serving.cost import Serving, Shape, layer_cost, weight_gemm_seconds
 from shardwise.plan.serving.curves import Curves
-from shardwise.plan.serving.engines import FORMATS, OURS
+from shardwise.plan.serving.engines import OURS, stored_format
 from shardwise.plan.serving.inference import constants_of, fitted_inference
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
+from shardwise.run.weights import BYTES
 from shardwise.schedules.serving.settings import graph_sizes, is_short, shared_sizes
 
 GRID = 8
@@ -201,7 +202,10 @@ class StepTime:
 def curves_of(facts: EngineFacts, weights: str) -> Curves:
     """What was measured, against the cost model on the chip it was measured on."""
     chip = replace(facts.chip, profile=None)
-    cluster, form = make_cluster(chip, 1), FORMATS["fp32" if chip.name == "cpu" else "bf16"]
+    cluster, dtype = make_cluster(chip, 1), "float32" if chip.name == "cpu" else "bfloat16"
+    known = {point["weights"] for point in facts.profile.decode}
+    if weights not in known:
+        weights = dtype if dtype in known else min(known)
 
     @cache
     def layer(shape: tuple[float, ...]) -> Serving:
@@ -209,7 +213,9 @@ def curves_of(facts: EngineFacts, weights: str) -> Curves:
         sizes = ModelConfig(
             layers=1, hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, head_dim=head_dim, vocab=256
         )
-        return Serving(derive_model(sizes, 8192), cluster, OURS, form, form, form.bytes)
+        model = derive_model(sizes, 8192)
+        form = stored_format(model, weights, dtype)
+        return Serving(model, cluster, OURS, form, form, BYTES[dtype])
 
     def attention(shape: tuple[float, ...], tokens: float) -> float:
         return _seconds(layer(shape), Shape(1, tokens, tokens, False), True)
