@@ -83,17 +83,19 @@ def _send(pipe: Connection, *answer: Any) -> None:
 class RankPool:
     """Processes that run distributed cases one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = HANG_SECONDS) -> None:
         import torch
 
         # A GPU's driver does not survive a fork once anything has asked for it, nor do autograd's threads of a build for GPUs,
-        # nor the system libraries of a Mac.
-        self.forks = sys.platform == "linux" and torch.version.cuda is None
+        # of which there are none where no GPU is to be seen; nor do the system libraries of a Mac.
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        self.forks = sys.platform == "linux" and (torch.version.cuda is None or hidden)
         self.context: Any = multiprocessing.get_context("forkserver" if self.forks else "spawn")
         if self.forks:
             self.context.set_forkserver_preload(NEEDED)
         self.folder = tempfile.TemporaryDirectory()
         self.number = 0
+        self.patience = patience
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         atexit.register(self.close)
@@ -121,7 +123,7 @@ class RankPool:
         results, failures = [], []
         for rank, pipe in enumerate(self.pipes[:world]):
             # A rank that failed leaves the others waiting; theirs is not the failure to show.
-            if not pipe.poll(HANG_SECONDS if not failures else 1.0):
+            if not pipe.poll(self.patience if not failures else 1.0):
                 failures.append(f"rank {rank} did not answer")
                 continue
             number, good, value = pickle.loads(pipe.recv_bytes())

@@ -2,16 +2,19 @@
 must compute what one process computes, to 1e-9 in float64, and do what its plan says, to the last operation, message and byte.
 
     python tests/chaos/equalities.py [--what objectives adapters grpo resumes] [--count N] [--draws 40] [--seed 1] [--at-once 2]
-                                     [--seconds S] [--out FILE] [--only CASE …]
+                                     [--part I/N] [--results-only] [--seconds S] [--out FILE] [--only CASE …]
 
 `grpo` runs whole rounds of answers, rewards and steps with every variant and adapter; `resumes` stops each objective and adapter
 on a drawn layout and takes it up again: on the same layout bit for bit, on another as one process. Only what is wrong is printed,
 with the command that repeats it. `--out` records each case (`recorded.py`), and one that the file has is not compared again.
+`--results-only` leaves the plan out, which takes half the time; `--part 2/3` is the second of three machines.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import itertools
 import math
 import multiprocessing
@@ -22,11 +25,13 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks are forked, which a GPU's driver does not survive
+os.environ["OMP_NUM_THREADS"] = "1"  # the one process beside others of its kind
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent
 sys.path[:0] = [
@@ -36,7 +41,7 @@ sys.path[:0] = [
 import cases  # noqa: E402
 import layouts  # noqa: E402
 from parallel_pool import RankPool  # noqa: E402
-from recorded import Recorded  # noqa: E402
+from recorded import Key, Recorded  # noqa: E402
 
 from shardwise.run import Run, UserError  # noqa: E402
 
@@ -56,6 +61,12 @@ ONE_AND_TWO = [
 """Each axis, and every pair."""
 
 
+PATIENCE = 240.0
+"""Seconds after which a rank that says nothing hangs: a campaign has a limit of its own, and goes on with the other cases."""
+REFUSED = f"{UserError.__module__}.{UserError.__qualname__}: "
+"""Before what a rank says of a run that is not allowed."""
+RESULTS = "results"
+"""Behind a case of which only the results are compared."""
 JOB = ("optimizer", "adapter", "objective")
 """What two layouts of one job have in common, of the keys for training."""
 
@@ -177,10 +188,10 @@ def _grpo_run(folder: Path, subject: str, drawn: layouts.Drawn, layout: dict[str
 @cache
 def ranks() -> RankPool:
     """The ranks of this process, which take one run after another."""
-    return RankPool()
+    return RankPool(PATIENCE)
 
 
-def hold(case: Case) -> None:
+def hold(case: Case, results_only: bool) -> None:
     """Compare; what is wrong is raised."""
     from observed import Observed
 
@@ -189,6 +200,8 @@ def hold(case: Case) -> None:
     if case.what == "resumes":
         return hold_resume(case)
     observed = Observed(ranks(), *case.drawn)
+    if results_only:
+        return observed.assert_results_of_one_process()
     observed.assert_begins_as_one_process()
     observed.assert_trains_as_one_process()
     observed.assert_trains_what_is_not_frozen()
@@ -217,7 +230,8 @@ def task() -> Path:
 
     folder = tempfile.TemporaryDirectory()
     KEPT.append(folder)
-    return make_task(Path(folder.name))
+    with contextlib.redirect_stdout(io.StringIO()):
+        return make_task(Path(folder.name))
 
 
 KEPT: list[tempfile.TemporaryDirectory[str]] = []
@@ -269,16 +283,18 @@ def _whole(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def compare(seed: int, what: str, subject: str, number: int) -> str:
+def compare(seed: int, what: str, subject: str, number: int, extent: str = "") -> str:
     """What is wrong with a case, in a line; empty where all is equal, "-" where the run is not allowed."""
     case = drawn_case(seed, what, subject, number)
     try:
-        hold(case)
+        hold(case, results_only=extent == RESULTS)
     except UserError as refused:
         return f"-{refused}"
     except Exception as error:  # a rank's failure is this case's, and the others go on
         lines = [line for line in str(error).splitlines() if line.strip()]
         said = f"{type(error).__name__}: {lines[-1] if lines else error!r}"
+        if REFUSED in said:  # what only a rank knows: that its PyTorch is too old for 4 bits on several ranks
+            return f"-{said.partition(REFUSED)[2]}"
         again = f"python tests/chaos/equalities.py --seed {seed} --only '{what}/{subject}/{number}'"
         return f"{again}: {said[:600]} ({case.drawn} {case.then or ''})"
     return ""
@@ -289,28 +305,43 @@ def outcome(said: str) -> str:
     return "refused" if said.startswith("-") else "failed" if said else "passed"
 
 
-def campaign(
-    seed: int, chosen: list[tuple[str, str, int]], at_once: int, seconds: float, out: Path | None = None
-) -> Counter[str]:
+def campaign(seed: int, chosen: list[Key], at_once: int, seconds: float, out: Path | None = None) -> Counter[str]:
     """Compare, so many at a time, until the time is over; counts of what came of them, with what `out` had before."""
     done = Recorded(out, seed)
     met = Counter(f"{case[0]} {outcome(done.said[case])}" for case in chosen if case in done.said)
     todo, end = [case for case in chosen if case not in done.said], time.monotonic() + seconds
-    with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
-        running: dict[Future[str], tuple[str, str, int]] = {}
-        while running or (todo and time.monotonic() < end):
-            while todo and len(running) < at_once and time.monotonic() < end:
-                case = todo.pop(0)
-                running[pool.submit(compare, seed, *case)] = case
-            for each in wait(running, return_when=FIRST_COMPLETED).done:
-                case, said = running.pop(each), each.result()
-                done.add(case, said)
-                met[f"{case[0]} {outcome(said)}"] += 1
-                if said:
-                    print(said, flush=True)
+    pool, running = _pool(at_once), dict[Future[str], Key]()
+    while running or (todo and time.monotonic() < end):
+        while todo and len(running) < at_once and time.monotonic() < end:
+            case = todo.pop(0)
+            running[pool.submit(compare, seed, *case)] = case  # type: ignore[arg-type]
+        for each in wait(running, return_when=FIRST_COMPLETED).done:
+            case = running.pop(each)
+            try:
+                said = each.result()
+            except BrokenProcessPool:  # it was killed, and all its kind with it: the others are compared again
+                said, todo = f"{case}: the process that compared it was killed", [*running.values(), *todo]
+                pool, running = _pool(at_once), {}
+            done.add(case, said)
+            met[f"{case[0]} {outcome(said)}"] += 1
+            if said:
+                print(said, flush=True)
+            if not running:
+                break
+    pool.shutdown()
     if todo:
         met["not compared"] = len(todo)
     return met
+
+
+def _pool(at_once: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"))
+
+
+def part_of(text: str) -> slice:
+    """I/N: every Nth of all cases, beginning with the Ith."""
+    number, _, parts = text.partition("/")
+    return slice(int(number) - 1, None, int(parts))
 
 
 def main() -> int:
@@ -323,12 +354,15 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing more after so long")
     parser.add_argument("--out", type=Path, metavar="FILE", help="record every case there; skip what it has")
+    parser.add_argument("--part", type=part_of, default=slice(None), metavar="I/N", help="one of so many parts of all")
+    parser.add_argument("--results-only", action="store_true", help="compare with one process, not with the plan")
     parser.add_argument("--only", nargs="+", metavar="CASE", help="what/subject/number, to repeat what was said")
     args = parser.parse_args()
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # of what PyTorch will change
-    chosen = every_case(tuple(args.what), args.seed, args.draws)[: args.count]
+    found = every_case(tuple(args.what), args.seed, args.draws)[: args.count][args.part]
     if args.only is not None:
-        chosen = [(what, subject, int(number)) for what, subject, number in (one.split("/") for one in args.only)]
+        found = [(what, subject, int(number)) for what, subject, number in (one.split("/") for one in args.only)]
+    chosen: list[Key] = [(*case, RESULTS) if args.results_only else case for case in found]
     met = campaign(args.seed, chosen, args.at_once, args.seconds, args.out)
     for name, count in sorted(met.items()):
         print(f"{name}: {count}")

@@ -179,13 +179,20 @@ class Observed:
 
     def assert_trains_as_one_process(self) -> None:
         """Losses, norms, evaluation and every parameter, to 1e-9 in float64."""
+        self._assert_as_one_process([record.trained for record in self.records])
+
+    def assert_results_of_one_process(self) -> None:
+        """The same without counting anything, in half the time."""
+        self._assert_as_one_process(self.pool.run(self.run.layout.world, cases.train, self.run))
+
+    def _assert_as_one_process(self, trained: list[dict[str, Any]]) -> None:
         assert self.run.train.dtype == "float64"
         # One process takes the batch whole, in few operations; however it is cut, the result is the same.
         want = one_process(self.model, **self.train | dict(microbatch=self.run.train.global_batch))
         seen: set[str] = set()
-        for rank, record in enumerate(self.records):
-            assert_same(record.trained, want, f"{self} rank {rank}")
-            seen |= record.trained["parameters"].keys()
+        for rank, each in enumerate(trained):
+            assert_same(each, want, f"{self} rank {rank}")
+            seen |= each["parameters"].keys()
         assert seen == set(want["parameters"])
 
     def assert_trains_what_is_not_frozen(self) -> None:
