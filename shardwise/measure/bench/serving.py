@@ -324,8 +324,8 @@ class TimedRunner:
 def measure_serving(
     device: torch.device, seconds: float, progress: Progress = lambda what, share: None, grid: Grid | None = None
 ) -> Profile:
-    """A profile of the serving engine's steps on a device. The first shape is measured in any case; the others, and packed matrices, as
-    long as there is time."""
+    """A profile of the serving engine's steps on a device. The first shape is measured in any case; the others, and
+    packed matrices, as long as there is time."""
     torch.manual_seed(0)
     ends = time.perf_counter() + seconds
     grid, gpu = grid or (CPU if device.type == "cpu" else GPU), device.type == "cuda"
