@@ -52,6 +52,9 @@ def _serve(rank: int, pipe: Connection, store: str, forks: bool) -> None:
             if status:
                 _send(pipe, task[0], False, f"rank {rank} ended with {os.waitstatus_to_exitcode(status)}")
         else:
+            # PyTorch makes the pool of a forked process anew when it is first asked for, and fails where two threads ask at once:
+            # autograd's threads in a build for GPUs do. Here there is one thread yet.
+            torch.set_num_threads(1)
             _execute(rank, pipe, store, *task)
             sys.stdout.flush()
             sys.stderr.flush()
@@ -86,8 +89,7 @@ class RankPool:
     def __init__(self, patience: float = HANG_SECONDS) -> None:
         import torch
 
-        # A GPU's driver does not survive a fork once anything has asked for it, nor do autograd's threads of a build for GPUs,
-        # of which there are none where no GPU is to be seen; nor do the system libraries of a Mac.
+        # A GPU's driver does not survive a fork once anything has asked for it, nor do the system libraries of a Mac.
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
         self.forks = sys.platform == "linux" and (torch.version.cuda is None or hidden)
         self.context: Any = multiprocessing.get_context("forkserver" if self.forks else "spawn")

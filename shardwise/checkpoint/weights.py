@@ -138,6 +138,8 @@ def open_weights(folder: Path, config: ModelConfig, progress: Progress = unwatch
         names = [name for name in names if name != HEAD]
     problems = compare_shapes(reader, expected, names)
     if problems:
+        if run is not None and run.model != config:
+            problems.append(Problem(f"is of another network; copy [model] of {folder / RUN_FILE}", where=str(folder)))
         raise UserError(*problems)
     return reader
 

@@ -305,11 +305,15 @@ def outcome(said: str) -> str:
     return "refused" if said.startswith("-") else "failed" if said else "passed"
 
 
-def campaign(seed: int, chosen: list[Key], at_once: int, seconds: float, out: Path | None = None) -> Counter[str]:
-    """Compare, so many at a time, until the time is over; counts of what came of them, with what `out` had before."""
+def campaign(
+    seed: int, chosen: list[Key], at_once: int, seconds: float, out: Path | None = None, again: bool = False
+) -> Counter[str]:
+    """Compare, so many at a time, until the time is over; counts of what came of them, with what `out` had before. Once more if
+    `again` what it had and did not pass."""
     done = Recorded(out, seed)
-    met = Counter(f"{case[0]} {outcome(done.said[case])}" for case in chosen if case in done.said)
-    todo, end = [case for case in chosen if case not in done.said], time.monotonic() + seconds
+    had = [case for case in chosen if case in done.said and not (again and done.said[case])]
+    met = Counter(f"{case[0]} {outcome(done.said[case])}" for case in had)
+    todo, end = [case for case in chosen if case not in set(had)], time.monotonic() + seconds
     pool, running = _pool(at_once), dict[Future[str], Key]()
     while running or (todo and time.monotonic() < end):
         while todo and len(running) < at_once and time.monotonic() < end:
@@ -356,6 +360,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="record every case there; skip what it has")
     parser.add_argument("--part", type=part_of, default=slice(None), metavar="I/N", help="one of so many parts of all")
     parser.add_argument("--results-only", action="store_true", help="compare with one process, not with the plan")
+    parser.add_argument("--again", action="store_true", help="compare once more what FILE has that did not pass")
     parser.add_argument("--only", nargs="+", metavar="CASE", help="what/subject/number, to repeat what was said")
     args = parser.parse_args()
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # of what PyTorch will change
@@ -363,7 +368,7 @@ def main() -> int:
     if args.only is not None:
         found = [(what, subject, int(number)) for what, subject, number in (one.split("/") for one in args.only)]
     chosen: list[Key] = [(*case, RESULTS) if args.results_only else case for case in found]
-    met = campaign(args.seed, chosen, args.at_once, args.seconds, args.out)
+    met = campaign(args.seed, chosen, args.at_once, args.seconds, args.out, args.again)
     for name, count in sorted(met.items()):
         print(f"{name}: {count}")
     return 1 if any(name.endswith("failed") for name in met) else 0

@@ -140,6 +140,7 @@ def test_what_cannot_be_started_from_is_refused_before_any_rank_starts(tmp_path:
     wider = run_from_dict(dict(model=MODEL | dict(ffn=48), train=dict(weights=str(tmp_path / "run"), device="cpu")))
     for run, out, sentence in (
         (wider, "new", r"shapes do not fit the network: .*ffn"),
+        (wider, "new", r"is of another network; copy \[model\] of .*run\.toml"),
         (make_run(weights=str(tmp_path / "hf")), "new", "convert from-hf"),
         (make_run(weights=str(tmp_path / "nowhere")), "new", "no such folder"),
         (make_run(), "imported", r"holds weights, and is no run folder; .* train\.weights"),

@@ -90,7 +90,7 @@ def from_hf(
         dtype = torch.float32 if isinstance(link, Shifted) else _promoted(reader, link.theirs)
         entries += [Entry(name, dtype, shapes[name], partial(link.to_ours, name, reader)) for name in link.ours]
     with new_folder(out) as folder:
-        _copy_companions(source, folder)
+        copy_companions(source, folder)
         _write_ids(folder, values)
         write_run(folder, out, config, _dtype_name(entries), where)
         total = write_entries(folder, entries, progress, file_bytes)
@@ -107,7 +107,7 @@ def _adopt(
     notes = notes + packing.notes + check_names(reader, PackedReader(reader, packing), config, found)
     dtype = str(values.get("torch_dtype") or values.get("dtype") or "bfloat16").removeprefix("torch.")
     with new_folder(out) as folder:
-        _copy_companions(source, folder)
+        copy_companions(source, folder)
         _write_ids(folder, values)
         write_run(folder, out, config, dtype if dtype in ("float32", "float16") else "bfloat16", where)
         total = copy_packed(source, folder)
@@ -171,7 +171,7 @@ def to_hf(
 def write_companions(source: Path, folder: Path, config: ModelConfig, values: dict[str, Any]) -> None:
     """All of a Hugging Face folder but its weights: what the checkpoint has of it, a tokenizer that transformers reads, which
     tokens begin and end a text, and the config."""
-    _copy_companions(source, folder)
+    copy_companions(source, folder)
     generation = read_json(source / GENERATION) if (source / GENERATION).is_file() else {}
     tokenizer = _tokenizer(source)
     ids = {key: generation.get(key) for key in TOKEN_IDS}
@@ -267,7 +267,8 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     write_atomically(file, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def _copy_companions(source: Path, folder: Path) -> None:
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy the tokenizer, the chat template and the recommended sampling of a folder."""
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

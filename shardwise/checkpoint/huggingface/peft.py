@@ -22,7 +22,14 @@ from torch import Tensor
 from shardwise.checkpoint.adapters import adapter_shapes, base_of, fingerprint, is_adapter
 from shardwise.checkpoint.folder import checkpoint_folder, is_checkpoint
 from shardwise.checkpoint.format import RUN_FILE, read_header, read_json
-from shardwise.checkpoint.huggingface.convert import Conversion, check_free, from_hf, new_folder, write_json
+from shardwise.checkpoint.huggingface.convert import (
+    Conversion,
+    check_free,
+    copy_companions,
+    from_hf,
+    new_folder,
+    write_json,
+)
 from shardwise.checkpoint.huggingface.peft_experts import (
     STACKS,
     Stack,
@@ -45,6 +52,8 @@ from shardwise.checkpoint.huggingface.tensors import (
 from shardwise.checkpoint.reader import Reader, open_checkpoint
 from shardwise.checkpoint.weights import compare_shapes
 from shardwise.checkpoint.writer import Entry, write_weights
+from shardwise.data.chat.files import FILE as TEMPLATE
+from shardwise.data.chat.files import choose_template
 from shardwise.files import write_atomically
 from shardwise.run import AdapterConfig, ModelConfig, Problem, Run, UserError, read_run, run_from_dict, to_dict
 from shardwise.run.parameters import HEAD, factors_of, layer_parameters, magnitude_of
@@ -102,6 +111,7 @@ def to_peft(checkpoint: str | Path, out_dir: str | Path) -> Conversion:
         (folder / "model.safetensors").rename(folder / WEIGHTS)
         config = _config(run, sorted(modules), str(base_of(source, run)))
         write_json(folder / CONFIG, config | config_of(stacks, beside, run.adapter))
+        _pass_template_on(source, folder)
     notes = ("adapter.dropout, which peft has not where experts are adapted",) if stacks and run.adapter.dropout else ()
     return Conversion(_called(run), sum(entry.bytes // entry.dtype.itemsize for entry in entries), total, notes)
 
@@ -149,7 +159,15 @@ def from_peft(adapter_dir: str | Path, out_dir: str | Path, base: str | Path = "
         sections |= learns
         write_atomically(folder / RUN_FILE, sections_to_toml(sections | {"train": {"weights": str(final)}}).encode())
         total = write_weights(folder, entries)
+        copy_companions(weights, folder)
+        _pass_template_on(source, folder)
     return Conversion(_called(run), sum(entry.bytes // entry.dtype.itemsize for entry in entries), total, ())
+
+
+def _pass_template_on(source: Path, folder: Path) -> None:
+    """Adapters are asked as they were trained: with their own chat template, if they have one."""
+    if found := choose_template(source):
+        (folder / TEMPLATE).write_bytes(found[0].encode())
 
 
 def _called(run: Run) -> str:
@@ -328,6 +346,11 @@ def _of_one_rank(config: dict[str, Any], adapter: AdapterConfig, stacks: list[St
     return replace(adapter, rank=rank, alpha=adapter.alpha if rank == adapter.rank else alpha)
 
 
+def adapter_folder(adapter: Path) -> Path:
+    """Where the files of adapters are: a folder of peft, or the newest checkpoint of a run."""
+    return adapter if (adapter / CONFIG).is_file() else checkpoint_folder(adapter)
+
+
 @contextlib.contextmanager
 def adapted(folder: Path, adapter: Path | None) -> Iterator[Path]:
     """A checkpoint with adapters of peft, or of a run that trained them beside it, while it is open; without any the checkpoint
@@ -339,7 +362,7 @@ def adapted(folder: Path, adapter: Path | None) -> Iterator[Path]:
             from_peft(adapter, Path(scratch) / "adapter", folder)
             yield Path(scratch) / "adapter"
     else:
-        found = checkpoint_folder(adapter)
+        found = adapter_folder(adapter)
         if not is_adapter(found):
             raise UserError(Problem("holds a whole network and no adapters", "--adapter", str(found)))
         base = base_of(found, read_run(found / RUN_FILE))

@@ -57,7 +57,7 @@ def execute(args: argparse.Namespace) -> int:
 
     from shardwise.checkpoint.folder import checkpoint_folder
     from shardwise.checkpoint.format import RUN_FILE
-    from shardwise.checkpoint.huggingface.peft import adapted
+    from shardwise.checkpoint.huggingface.peft import adapted, adapter_folder
     from shardwise.cli.serving.ranks import engine_here, rank_here, start_ranks
     from shardwise.run import read_served
     from shardwise.serve.event_loop import run_in_loop
@@ -68,7 +68,8 @@ def execute(args: argparse.Namespace) -> int:
 
     folder = checkpoint_folder(args.run)
     run = read_served(folder / RUN_FILE, args.overrides)
-    model = load_model_files(folder, args.model_name or run.name, args.chat_template)
+    tuned = adapter_folder(args.adapter) if args.adapter else None
+    model = load_model_files(folder, args.model_name or run.name, args.chat_template, tuned)
     given = {name: value for name in LIMITS if (value := getattr(args, name)) is not None}
     limits = within_files(Limits(**given))
     if not rank_here() and not keys and not _is_local(args.host):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.data.chat.files import templates_in
 from shardwise.data.chat.template import PLAIN, ChatTemplate, load_template
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -43,8 +44,8 @@ class Model:
         return self.tokenizer.special_tokens.get("bos", ("", self.tokenizer.end))[1]
 
 
-def load_model_files(folder: Path, name: str, template: str | Path | None = None) -> Model:
-    """The model of a checkpoint's folder; `template` is a file to use instead of its own."""
+def load_model_files(folder: Path, name: str, template: str | Path | None = None, adapter: Path | None = None) -> Model:
+    """The model of a checkpoint's folder; `template` is a file to use instead of its own, or of that of its `adapter`."""
     tokenizer = load_tokenizer(folder)
     generation = _read_json(folder / GENERATION)
     ends = generation.get("eos_token_id")
@@ -52,7 +53,7 @@ def load_model_files(folder: Path, name: str, template: str | Path | None = None
     return Model(
         name=name,
         tokenizer=tokenizer,
-        template=load_template(folder, tokenizer, template),
+        template=load_template(adapter if adapter and templates_in(adapter) else folder, tokenizer, template),
         ends=frozenset([tokenizer.end, *ids]),
         recommended={
             key: generation[key] for key, limits in RECOMMENDED.items() if _within(generation.get(key), limits)
