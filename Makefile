@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --disable-pip-version-check -q --no-compile
+INSTALL := $(BIN)/python tests/install.py
 CORES  ?= $(shell getconf _NPROCESSORS_ONLN)
 # One more worker than cores: some wait for ranks, servers or a browser. Another would collect all tests once more.
 WORKERS = -n $$(( $(CORES) + 1 )) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
@@ -64,21 +64,20 @@ docs: $(VENV)/.dev            ## the pages as a site, in site/; a link to a page
 clean:
 	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-# The pip of the interpreter may be years old, and slow. Modules are compiled when they are first imported: few of them are.
+# Modules are compiled when they are first imported: few of them are.
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip
 
 $(VENV)/.train: pyproject.toml requirements-dev.txt | $(BIN)/python
-	$(PIP) -r requirements-dev.txt -e '.[train]'
+	$(INSTALL) -r requirements-dev.txt -e '.[train]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml requirements-dev.txt | $(BIN)/python
-	$(PIP) -r requirements-dev.txt -e '.[dev]'
+	$(INSTALL) -r requirements-dev.txt -e '.[dev]'
 	touch $@ $(VENV)/.train
 
 # Triton unpacks to a gigabyte: where PyTorch has not brought it, it is installed beside the linters, which do not need it.
 $(VENV)/.kernels: requirements-kernels.txt $(VENV)/.dev
-	$(PIP) --no-deps -r requirements-kernels.txt
+	$(INSTALL) --no-deps -r requirements-kernels.txt
 	$(BIN)/python -c "import torch._dynamo, torch.distributed.fsdp, shardwise.train.loop"  # compiled once, not by every worker
 	touch $@
