@@ -10,7 +10,8 @@ addition: what it differs by is the noise of the measure.
     python benchmarks/compression.py [--steps 1500] [--replicas 4] [--seeds 0 1 2] [--methods none int8] [--at-once 4]
         [--within 500] [--out FILE] [--json FILE] [--svg FILE]
 
-On 16 cores without other work, `--at-once 4 --within 400` begins nothing after 400 seconds, in the order of the seeds.
+`--at-once 4 --within 400` needs 16 cores and begins nothing after 400 seconds, in the order of the seeds. The same command again
+goes on where `--out` ends.
 """
 
 from __future__ import annotations
@@ -101,8 +102,7 @@ def work(rank: int, options: argparse.Namespace, group: int, folder: str, out: s
     warnings.simplefilter("ignore")
     store = f"file://{folder}/store-{group}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.replicas)
-    jobs = [(seed, method) for seed in options.seeds for method in options.methods]
-    for seed, method in jobs[group :: options.at_once]:
+    for seed, method in options.jobs[group :: options.at_once]:
         late = torch.tensor([time.time() > options.until])
         dist.broadcast(late, 0)
         if late:
@@ -142,16 +142,19 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--at-once", type=int, default=1, help="groups of ranks that train side by side")
     parser.add_argument("--within", type=float, default=1e9, help="seconds after which no further run is begun")
-    parser.add_argument("--out", default="", help="file that losses are added to, a line each")
+    parser.add_argument("--out", default="", help="file that losses are added to, a line each; what it has already is not run again")
     parser.add_argument("--known", default="", help="such a file: nothing is trained")
     parser.add_argument("--json", default="", help="file for the table")
     parser.add_argument("--svg", default="", help="file for a picture of loss against bytes")
     options = parser.parse_args()
     if options.known:
-        return show(Path(options.known).read_text(), options)
+        return show(read(Path(options.known)), options)
     with tempfile.TemporaryDirectory() as folder:
         out = options.out or f"{folder}/losses"
         options.until = time.time() + options.within
+        known = {(each["seed"], each["method"]) for each in read(Path(out))}
+        every = [(seed, method) for seed in options.seeds for method in options.methods]
+        options.jobs = [job for job in every if job not in known]
         groups = [
             spawn(work, (options, group, folder, out), nprocs=options.replicas, join=False)
             for group in range(options.at_once)
@@ -159,16 +162,20 @@ def main() -> None:
         for group in groups:
             while group is not None and not group.join():
                 pass
-        return show(Path(out).read_text(), options)
+        return show(read(Path(out)), options)
 
 
-def show(lines: str, options: argparse.Namespace) -> None:
+def read(path: Path) -> list[dict[str, Any]]:
+    """What a file holds; nothing, where there is none yet."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def show(records: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Print what was found, and draw it."""
-    records = [json.loads(line) for line in lines.splitlines()]
     by_method: dict[str, dict[int, float]] = {}
     for record in records:
         by_method.setdefault(record["method"], {})[record["seed"]] = record["loss"]
-    plain, places = by_method["none"], dict[str, tuple[float, float]]()
+    plain, places = by_method.get("none", {}), dict[str, tuple[float, float]]()
     table: list[dict[str, Any]] = []
     print(f"{'method':28} {'loss':>8} {'ratios by seed':>28} {'mean':>7} {'bound':>6} {'fewer bytes':>12} {'s':>5}")
     seconds = {record["method"]: record.get("seconds", 0.0) for record in records}
