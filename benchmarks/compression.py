@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--at-once", type=int, default=1, help="groups of ranks that train side by side")
     parser.add_argument("--within", type=float, default=1e9, help="seconds after which no further run is begun")
-    parser.add_argument("--out", default="", help="file that losses are added to, a line each; what it has already is not run again")
+    parser.add_argument("--out", default="", help="file that losses are added to; what it has is not run again")
     parser.add_argument("--known", default="", help="such a file: nothing is trained")
     parser.add_argument("--json", default="", help="file for the table")
     parser.add_argument("--svg", default="", help="file for a picture of loss against bytes")

@@ -1,12 +1,13 @@
 """Drawn runs that mix what a user may combine, each verified: `shardwise verify`'s own comparison on real ranks, or its dry one of
 every rank, must find plan and run equal to the last operation, message and byte.
 
-    python tests/chaos/verifications.py [--count 200] [--seed 1] [--at-once 2] [--only N]
+    python tests/chaos/verifications.py [--count 200] [--seed 1] [--at-once 2] [--methods] [--only N]
 
 A draw (`tests/parallel/layouts.py`) has up to eight ranks and a model with parts that no published one has together: recompute
 budgets with several chunks a rank, expert capacity, windows under every context method, latent attention, tied embeddings, Muon,
-ZeRO stages, schedules, stages without layers. Parameters in the CPU's memory need a GPU, and are compared dry. Only what differs is
-printed, with the command that repeats it.
+ZeRO stages, schedules, stages without layers. Parameters in the CPU's memory need a GPU, and are compared dry. With `--methods` a
+draw has two or more ways to save memory and traffic (`tests/parallel/methods.py`). Only what differs is printed, with the command
+that repeats it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / "paral
 
 import cases  # noqa: E402
 import layouts  # noqa: E402
+import methods  # noqa: E402
 from parallel_pool import RankPool  # noqa: E402
 
 from shardwise.run import Run, UserError  # noqa: E402
@@ -66,6 +68,12 @@ def draw(seed: int, number: int) -> Draw:
             return Draw(model, run, dry)
 
 
+def draw_methods(seed: int, number: int) -> Draw:
+    """One of a seed's runs that save memory and traffic."""
+    model, run = methods.draw(random.Random(f"{seed} methods {number}"))
+    return Draw(model, run, dry=run.layout.offload)
+
+
 def on_rank(rank: int, run: Run) -> list[str]:
     """What differs on one rank of real ones."""
     from shardwise.measure.verify import verify_rank
@@ -91,9 +99,9 @@ def ranks() -> RankPool:
     return RankPool()
 
 
-def verify(seed: int, number: int) -> str:
+def verify(seed: int, number: int, saving: bool = False) -> str:
     """What is wrong with a run, in a line; empty where plan and run agree."""
-    drawn = draw(seed, number)
+    drawn = draw_methods(seed, number) if saving else draw(seed, number)
     try:
         for again in (True, False):
             found = without_data(drawn.run) if drawn.dry else ranks().run(drawn.run.layout.world, on_rank, drawn.run)
@@ -107,8 +115,10 @@ def verify(seed: int, number: int) -> str:
     if not wrong:
         return ""
     what = f"{wrong[0]}" + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else "")
-    keys = f"{drawn.model} {_changed(drawn.run.layout)} {_changed(drawn.run.train)}"
-    return f"python tests/chaos/verifications.py --seed {seed} --only {number}: {what} ({keys})"
+    run = drawn.run
+    keys = f"{drawn.model} {_changed(run.layout)} {_changed(run.train)} {_changed(run.memory)}"
+    flags = " --methods" if saving else ""
+    return f"python tests/chaos/verifications.py --seed {seed}{flags} --only {number}: {what} ({keys})"
 
 
 def _changed(section: Any) -> dict[str, Any]:
@@ -117,11 +127,11 @@ def _changed(section: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(section).items() if value != getattr(usual, name)}
 
 
-def campaign(seed: int, numbers: list[int], at_once: int) -> list[str]:
+def campaign(seed: int, numbers: list[int], at_once: int, saving: bool = False) -> list[str]:
     """What is wrong with each of them, so many at a time."""
     said: list[str] = []
     with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
-        for each in as_completed([pool.submit(verify, seed, number) for number in numbers]):
+        for each in as_completed([pool.submit(verify, seed, number, saving) for number in numbers]):
             said.append(each.result())
             if said[-1]:
                 print(said[-1], flush=True)
@@ -134,13 +144,14 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--methods", action="store_true", help="runs that save memory and traffic")
     parser.add_argument(
         "--only", type=int, nargs="+", metavar="N", help="the runs of these numbers, to repeat what was said"
     )
     args = parser.parse_args()
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # of what PyTorch will change
     numbers = list(range(args.count)) if args.only is None else args.only
-    said = campaign(args.seed, numbers, args.at_once)
+    said = campaign(args.seed, numbers, args.at_once, args.methods)
     wrong = sum(bool(one) for one in said)
     print(f"{len(said) - wrong} passed, {wrong} failed")
     return 1 if wrong else 0

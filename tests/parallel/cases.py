@@ -84,7 +84,13 @@ LENGTH, BATCH = 32, 8
 
 
 def make_run(
-    model: str, layout: dict[str, Any], layers: int = 4, objective: str = "pretrain", adapter: str = "", **train: Any
+    model: str,
+    layout: dict[str, Any],
+    layers: int = 4,
+    objective: str = "pretrain",
+    adapter: str = "",
+    memory: dict[str, Any] | None = None,
+    **train: Any,
 ) -> Run:
     share = train.get("global_batch", BATCH) // (layout.get("replicate", 1) * layout.get("shard", 1))
     base = dict(
@@ -93,7 +99,7 @@ def make_run(
     )  # fmt: skip
     learned = OBJECTIVES.get(objective) or dict(zip(("kind", "loss"), objective.split(), strict=False))
     sections = dict(model=model_of(model) | dict(layers=layers), layout=layout, train=base | train, objective=learned)
-    return run_from_dict(sections | dict(adapter=ADAPTERS[adapter]))
+    return run_from_dict(sections | dict(adapter=ADAPTERS[adapter], memory=memory or {}))
 
 
 def model_of(name: str) -> dict[str, Any]:
