@@ -12,7 +12,6 @@ all, and so does a test that is asked for by name (`file::test`, `-k`).
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import os
 import subprocess
@@ -26,6 +25,7 @@ from drawing import cases_not_drawn
 from hypothesis import settings
 from interpreted_kernels import Interpreter
 from parallel_pool import RankPool
+from workers import place_of, scope_of
 
 EXAMPLES = 40
 """The most that a property test draws in the small tier."""
@@ -34,38 +34,6 @@ settings.register_profile("thorough", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 ROOT = Path(__file__).parents[1]
-WAITING = (
-    "chaos/test_chaos",
-    "chaos/test_elastic",
-    "chaos/test_slow",
-    "chaos/test_grpo",
-    "train/test_launch",
-    "train/faults/test_stop",
-    "checkpoint/test_crashes",
-    "chaos/test_every_fault",
-)
-"""Files that one worker takes while the ranks of the first suffer every kind of fault, which the last looks at
-(`chaos/conftest.py`)."""
-LONGEST = (
-    *WAITING,
-    "docs/test_pages",
-    "workbench/test_page",
-    "train/test_loop",
-    "measure/test_verify",
-    "tune/test_grpo_ranks",
-    "trace/test_broken",
-    "checkpoint/test_adapter_checkpoints",
-    "plan/test_search",
-    "trace/test_odd_traces",
-    "train/test_distill",
-    "cli/test_plan",
-    "serve/test_sampler",
-    "measure/test_profile",
-    "data/prepare/test_prepare",
-)
-"""Files that stay with one worker for longest; they begin first, so that none is left alone with one at the end."""
-SPREAD = "parallel/test_layouts.py"
-"""The file whose tests share a run of ranks, by their parameter, and nothing else."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -125,33 +93,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Say what stays together on one worker: a file, as its tests share what they make, or those that wait; where a run of ranks is
-    all they share, that run. (Groups by mark, `--dist loadgroup`, do nothing with pytest 9.2 and xdist 3.8.)"""
+    """Say what stays together on one worker. (Groups by mark, `--dist loadgroup`, do nothing with pytest 9.2 and xdist 3.8.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file, _, test = nodeid.partition("::")
-            if file.removeprefix("tests/").startswith(WAITING):
-                return "waiting"
-            return f"{file} {test.partition('[')[2]}" if file.endswith(SPREAD) else file
+            return scope_of(nodeid)
 
     return Together(config, log)
-
-
-@functools.cache
-def place_of(path: Path) -> tuple[bool, int, str]:
-    """Where a file comes: long ones first, in the order of `LONGEST`, the one that is spread at the end."""
-    file = path.relative_to(ROOT / "tests").as_posix()
-    early = next((n for n, name in enumerate(LONGEST) if file.startswith(name)), len(LONGEST))
-    return file == SPREAD, early, file
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the other tier. Long files begin first, single runs of ranks fill the end."""
     # What is drawn follows from the order, which is to be that of every worker.
-    items.sort(key=lambda item: place_of(item.path))
+    items.sort(key=lambda item: place_of(item.path.relative_to(ROOT / "tests").as_posix()))
     for item in items:
         for mark in item.iter_markers("large"):
             assert mark.args, f"{item.nodeid}: say what the large tier finds by it"

@@ -1,5 +1,5 @@
 """The campaign of the small tier mostly waits: for ranks to start, to be missed, to be started again. It begins before the first
-test of this folder, and `test_every_fault.py` looks at it after the last of those that `WAITING` of `tests/conftest.py` names."""
+test of this folder, and `test_every_fault.py` looks at it after the last of those that `WAITING` of `tests/workers.py` names."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from test_compiled import check
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("number", range(48))
 def test_drawn_layouts(ranks: RankPool, number: int, request: pytest.FixtureRequest) -> None:
     drawn = layouts.compiled_layout(request.config.getoption("--seed"), 100 + number)
