@@ -142,9 +142,7 @@ def counted(
         repeated.add(times)
         _rest_of_round(train_state, batch, wire)
         done = list(train_state.parallel.pipeline.executed)
-    listed = make_schedule(
-        lay.schedule if lay.pipeline > 1 else "1f1b", lay.pipeline, run.accumulation, lay.stages_per_rank
-    )
+    listed = make_schedule(lay.schedule, lay.pipeline, run.accumulation, lay.stages_per_rank)
     own = list(listed.ranks[train_state.mesh.index("pipeline")])
     host = (float(owners["host"]),) if run.memory.hosts_optimizer or run.memory.activations == "host" else ()
     memory = Memory(({name: float(owners[name]) for name in OWNERS},), host=host)

@@ -132,7 +132,7 @@
       row.classList.toggle("wrong", keys.has(key));
       row.classList.toggle("changed", changes.has(key));
     });
-    if (!answer.plan) return;
+    if (!answer.plan) return showAsked();
     shown = answer;
     attached.abort();
     attached = new AbortController();
@@ -140,7 +140,7 @@
     document.getElementById("headline").textContent = answer.layout;
     sayErrors();
     if (answer.parts.timeline) attach(results, attached.signal); else later();
-    show(answer.plan.run);
+    if (!waiting) show(answer.plan.run);  // what was turned meanwhile stays as it was turned
     listeners.forEach((listener) => listener(answer));
   }
 
@@ -187,21 +187,31 @@
   // The controls show the run as it was resolved, but for the one that is being turned.
   function show(run) {
     form.querySelectorAll("[data-key]").forEach((element) => {
-      const [section, key] = element.dataset.key.split(".");
-      const raw = run[section][key], value = Array.isArray(raw) ? raw.join(",") : String(raw);
-      if (element.type === "checkbox") { element.checked = raw === true; return; }
-      if (element.type === "range") {
-        const values = element.dataset.values.split(",").map(Number);
-        if (element !== document.activeElement) element.value = Math.max(0, values.findLastIndex((each) => each <= raw));
-        element.setAttribute("aria-valuetext", value);
-        return;
-      }
-      if (element === document.activeElement && element.type !== "select-one") return;
-      if (element.type === "select-one" && !Array.from(element.options).some((option) => option.value === value)) {
-        element.add(new Option(value, value));
-      }
-      element.value = value;
+      const [section, key] = element.dataset.key.split("."), raw = run[section][key];
+      showOne(element, Array.isArray(raw) ? raw.join(",") : String(raw));
     });
+  }
+  // Of a run with a mistake they show what was asked, which a link or a chip may have brought.
+  function showAsked() {
+    if (waiting) return;
+    form.querySelectorAll("[data-key]").forEach((element) => {
+      const key = element.dataset.key, value = changes.has(key) ? changes.get(key) : state.given[key];
+      if (value !== undefined) showOne(element, value);
+    });
+  }
+  function showOne(element, value) {
+    if (element.type === "checkbox") { element.checked = value === "true"; return; }
+    if (element.type === "range") {
+      const values = element.dataset.values.split(",").map(Number);
+      if (element !== document.activeElement) element.value = Math.max(0, values.findLastIndex((each) => each <= Number(value)));
+      element.setAttribute("aria-valuetext", value);
+      return;
+    }
+    if (element === document.activeElement && element.type !== "select-one") return;
+    if (element.type === "select-one" && !Array.from(element.options).some((option) => option.value === value)) {
+      element.add(new Option(value, value));
+    }
+    element.value = value;
   }
 
   form.addEventListener("submit", (e) => e.preventDefault());
@@ -240,7 +250,9 @@
     reset() { replaceAll({}); },
     link() { return copied(location.href, "the address"); },
     command() {
-      const keys = Object.entries({ ...state.given, ...Object.fromEntries(changes) });
+      // Another preset takes the keys of the old network along with it, as in the plan.
+      const kept = Object.entries(state.given).filter(([key]) => !(changes.has("model.preset") && key.startsWith("model.")));
+      const keys = Object.entries({ ...Object.fromEntries(kept), ...Object.fromEntries(changes) });
       return copied("shardwise plan " + keys.map(([key, value]) => "--" + key + "=" + quoted(value)).join(" "), "the command");
     },
     run() {

@@ -35,7 +35,7 @@ def drawn(draw: random.Random) -> Run:
         experts = draw.random() < 0.5
         if experts:
             layout |= dict(expert=draw.choice([1, 2, 4]), expert_tensor=draw.random() < 0.5)
-        layout["schedule"] = draw.choice(["1f1b", "zb-v", "dualpipe"])
+        layout["schedule"] = draw.choice(["1f1b", "interleaved", "zb-v", "dualpipe"])
         kind = draw.choice(["none", "lora", "dora", "qlora"])
         adapter = dict(kind=kind, rank=2, double_quantization=draw.random() < 0.5)
         try:
@@ -50,6 +50,13 @@ def drawn(draw: random.Random) -> Run:
 
 def cut(values: np.ndarray, box: Box) -> np.ndarray:
     return values[tuple(slice(start, start + size) for start, size in zip(box.offset, box.size, strict=True))]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "breadth-first", "zb-v"])
+def test_stages_of_a_pipeline_of_one_rank_are_all_its_own(schedule: str) -> None:
+    run = made(DENSE, dict(shard=2, schedule=schedule, chunks=2))
+    assert plan_rollouts(run, 1.0).as_dict()
+    assert {Relaying(run, 0).home(name) for name in needed(run, 0)} == {0}
 
 
 @pytest.mark.drawn(3)

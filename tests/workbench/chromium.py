@@ -111,11 +111,20 @@ class Browser:
             typed = {"text": text} if text and kind == "keyDown" else {}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **typed)
 
-    def click(self, selector: str) -> None:
-        """The mouse, on the middle of an element."""
-        x, y = self.middle(selector)
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+    def click(self, selector: str, times: int = 1) -> None:
+        """The mouse, on the middle of an element: once, or so often that all of its text is selected."""
+        self.click_at(*self.middle(selector), times)
+
+    def click_at(self, x: float, y: float, times: int = 1) -> None:
+        """The mouse, on a place of the window."""
+        for count in range(1, times + 1):
+            for kind in ("mousePressed", "mouseReleased"):
+                self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=count)
+
+    def drag(self, x: float, to: float, y: float) -> None:
+        """The mouse, from one place of the window to another beside it, with its button held."""
+        for kind, at in (("mousePressed", x), ("mouseMoved", to), ("mouseReleased", to)):
+            self.call("Input.dispatchMouseEvent", type=kind, x=at, y=y, button="left", buttons=1, clickCount=1)
 
     def move(self, x: float, y: float) -> None:
         """The mouse, to a place of the window."""

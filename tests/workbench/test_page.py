@@ -1,10 +1,10 @@
-"""The workbench in a real browser: what is shown is what is planned, by mouse and by keyboard, and nothing leaves the machine."""
+"""The workbench in a real browser: its parts, by mouse and by keyboard; nothing leaves the machine. That it shows what
+is planned is in test_shown_runs.py."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import random
 from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from chromium import CHROMIUM, Browser, browser
-from runs import BASE, CHOICES, drawn
+from hands import settled
+from runs import BASE, CHOICES
 from served import Served, served
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
@@ -35,11 +36,6 @@ def page(bench: Served) -> Iterator[Browser]:
         assert hosts == {f"127.0.0.1:{bench.port}"}
 
 
-def settled(page: Browser) -> None:
-    """Wait for the answer to the last question."""
-    page.until("!document.getElementById('results').dataset.asking")
-
-
 def change(page: Browser, keys: dict[str, str]) -> None:
     """Turn controls, back to the first run and on from there."""
     page.js("document.querySelector('[data-action=reset]').click()")
@@ -59,37 +55,6 @@ def shown(page: Browser) -> dict[str, Any]:
         "Object.fromEntries(Array.from(document.querySelectorAll('#results [data-quantity]'), "
         "(e) => [e.dataset.quantity, JSON.parse(e.dataset.value)]))"
     )
-
-
-def at(content: Any, path: str) -> Any:
-    for name in path.replace("[", ".").replace("]", "").split("."):
-        content = content[int(name)] if isinstance(content, list) else content[name]
-    return content
-
-
-def agrees(bench: Served, page: Browser, runs: list[dict[str, str]]) -> int:
-    """Turn the controls of each run, and compare what is shown with what is planned; gives how many runs could be planned."""
-    planned = 0
-    for changes in runs:
-        change(page, changes)
-        answer = bench.ask("/api/plan", {"changes": changes})
-        wrong = [each["message"] for each in answer.get("problems", [])]
-        assert page.js("document.querySelectorAll('#problems p').length") == len(wrong), (changes, wrong)
-        if not wrong:
-            planned += 1
-            found = shown(page)
-            assert len(found) > 12
-            assert found == {path: at(answer["plan"], path) for path in found}, changes
-    return planned
-
-
-def test_what_is_shown_is_what_is_planned(bench: Served, page: Browser, pytestconfig: pytest.Config) -> None:
-    assert agrees(bench, page, [{}, *drawn(pytestconfig.option.seed, 5)]) >= 1
-
-
-@pytest.mark.large("three hundred runs through the browser; the small tier turns the controls of five")
-def test_three_hundred_runs_are_shown_as_planned(bench: Served, page: Browser) -> None:
-    assert agrees(bench, page, drawn(7, 300)) > 60
 
 
 def test_controls_work_by_keyboard_and_mouse(bench: Served, page: Browser) -> None:
@@ -216,63 +181,3 @@ def test_files_and_pictures_are_downloaded(page: Browser) -> None:
     for action, end in (("run", ".toml"), ("page", ".html"), ("picture", ".png")):
         page.js(f"document.querySelector('[data-action={action}]').click()")
         page.until(f"document.getElementById('said').textContent === 'run{end} is downloaded'")
-
-
-KEYBOARD = {
-    "number": [("ArrowUp", 38, ""), ("ArrowDown", 40, ""), ("5", 53, "5")],
-    "range": [("ArrowRight", 39, ""), ("ArrowLeft", 37, "")],
-    "select-one": [("ArrowDown", 40, ""), ("ArrowUp", 38, "")],
-    "checkbox": [(" ", 32, " ")],
-    "text": [("x", 88, "x")],
-}
-"""The keys that turn a control of a kind; the next where one is at its end."""
-
-
-def controls(page: Browser, folded: bool) -> list[tuple[str, str]]:
-    """The key and the kind of every control, also of those that are folded away."""
-    if folded:
-        page.js("document.querySelectorAll('form details').forEach((each) => { each.open = true; }); 0")
-    found = page.js(
-        "Array.from(document.querySelectorAll('form [data-key]')).filter((e) => !e.disabled && e.checkVisibility())"
-        ".map((e) => [e.dataset.key, e.type])"
-    )
-    return [(key, kind) for key, kind in found]
-
-
-def turned(page: Browser, key: str, kind: str) -> None:
-    """Turn a control by the keyboard and touch it with the mouse: it is taken, and the address says so."""
-    change(page, {})
-    place = f"[data-key='{key}'][type={kind}]" if kind != "select-one" else f"select[data-key='{key}']"
-    place = place.replace("[type=text]", ":not([type=range])")
-    element = f"document.querySelector({json.dumps(place)})"
-    value = f"{element}.type === 'checkbox' ? String({element}.checked) : {element}.value"
-    page.js(f"{element}.scrollIntoView({{block: 'center'}}); {element}.focus(); 0")
-    before = page.js(value)
-    for press in KEYBOARD[kind]:
-        page.press(*press)
-        settled(page)
-        if page.js(value) != before:
-            break
-    assert page.js(value) != before, f"{key} ({kind}) is not turned by {KEYBOARD[kind]}"
-    assert f"{key}=" in page.js("location.hash"), key
-    page.js("document.activeElement.blur(); 0")
-    x, y = page.middle(place)
-    reached = f"document.elementFromPoint({x}, {y})"
-    assert page.js(f"{reached} === {element} || {element}.contains({reached})"), (
-        f"{key}: the mouse meets another element"
-    )
-
-
-def test_some_controls_of_every_kind_are_turned_by_keyboard(page: Browser, pytestconfig: pytest.Config) -> None:
-    found = controls(page, folded=False)
-    for kind in sorted({kind for _, kind in found}):
-        turned(page, *random.Random(pytestconfig.option.seed).choice([each for each in found if each[1] == kind]))
-
-
-@pytest.mark.large("every control, also the folded ones; the small tier turns one of each kind")
-def test_every_control_is_turned_by_keyboard_and_reached_by_the_mouse(page: Browser) -> None:
-    found = controls(page, folded=True)
-    assert len(found) > 150
-    assert {kind for _, kind in found} == set(KEYBOARD)
-    for key, kind in found:
-        turned(page, key, kind)

@@ -60,8 +60,7 @@ def test_runs_are_shown_and_followed(tmp_path: Path) -> None:
         page.until("!document.querySelector('#charts').textContent.includes('one')")
         # A range is drawn by the mouse, and given up again.
         x, y = page.middle("#charts .u-over")
-        for kind, at in (("mousePressed", x), ("mouseMoved", x + 80), ("mouseReleased", x + 80)):
-            page.call("Input.dispatchMouseEvent", type=kind, x=at, y=y, button="left", buttons=1, clickCount=1)
+        page.drag(x, x + 80, y)
         page.click("[data-action=whole]")
         # Samples of text appear with the evaluation that made them; what they say is text, whatever it looks like.
         assert page.js("document.getElementById('samples').hidden")

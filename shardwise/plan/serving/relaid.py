@@ -174,8 +174,7 @@ class Relaying:
     @cached_property
     def _homes(self) -> tuple[int, ...]:
         lay = self.run.layout
-        name = lay.schedule if lay.pipeline > 1 else "1f1b"
-        return make_schedule(name, lay.pipeline, self.run.accumulation, lay.stages_per_rank).placement
+        return make_schedule(lay.schedule, lay.pipeline, self.run.accumulation, lay.stages_per_rank).placement
 
     @property
     def stage(self) -> int:
