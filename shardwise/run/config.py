@@ -22,9 +22,7 @@ from shardwise.run.sections.serve import ServeConfig
 class ModelConfig:
     """The network. Without a preset, a Llama-like decoder of the given shape."""
 
-    preset: str = key(
-        "", "published model whose shape to start from (`config --presets`); keys given beside it override it"
-    )
+    preset: str = key("", "published model to start from (`config --presets`); other keys of this section override it")
     layers: int = key(4, "decoder layers; the deepest published network has 1000", least=1, most=4096)
     hidden: int = key(256, "width of the residual stream", least=1)
     heads: int = key(4, "query heads", least=1)
@@ -37,78 +35,80 @@ class ModelConfig:
     )
     vocab: int = key(
         257,
-        "rows of the embedding, at least the tokenizer's size; if not set, that of data.sets (257: bytes and end of document)",
+        "rows of the embedding, at least the tokenizer's size; if not set, the size of data.sets (257: bytes and end of document)",
         least=1,
     )
-    max_positions: int = key(0, "longest sequence the model is made for; 0: train.seq_len", least=0)
-    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "kind of normalisation before each block")
+    max_positions: int = key(0, "longest sequence of the model; 0: train.seq_len", least=0)
+    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "normalisation before attention and feed-forward")
     norm_eps: float = key(1e-5, "added to the variance in norms", above=0)
     activation: Literal["swiglu", "geglu", "gelu", "gelu_erf", "relu", "relu2"] = key(
         "swiglu",
-        "feed-forward: gated by SiLU or GELU, or plain GELU (tanh form, as GPT-2), exact GELU (Pythia), ReLU, squared ReLU",
+        "activation of the feed-forward layer: gated SiLU or GELU; tanh GELU (GPT-2), exact GELU (Pythia), ReLU, squared ReLU",
     )
     bias: Literal["none", "qkv", "all"] = key(
         "none", "biases: none (Llama), on q, k and v (Qwen2.5), on every matrix (GPT)"
     )
     position: Literal["rotary", "learned", "alibi"] = key(
         "rotary",
-        "how positions enter: rotated queries and keys, a learned table, or biases of the scores that fall with the distance "
-        "(ALiBi)",
+        "rotary: rotate queries and keys (RoPE); learned: a table of position embeddings; alibi: attention biases that fall with "
+        "distance (ALiBi)",
     )
-    position_offset: int = key(
-        0, "rows of the table of learned positions before that of the first token (OPT: 2)", least=0
-    )
+    position_offset: int = key(0, "learned: first row of the position table that is used (OPT: 2)", least=0)
     rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0)
-    rope_share: float = key(
-        1.0, "share of a head's pairs that are rotated; the others keep still (GPT-NeoX: 0.25)", above=0, most=1
-    )
+    rope_share: float = key(1.0, "share of each head that is rotated (GPT-NeoX: 0.25)", above=0, most=1)
     rope_scaling: Literal["none", "llama3", "yarn"] = key(
-        "none", "how rotary frequencies stretch beyond the trained length"
+        "none", "how rotary frequencies are scaled beyond the trained length"
     )
-    rope_factor: float = key(1.0, "how many times longer than rope_original the context became", least=1)
-    rope_original: int = key(0, "context length before stretching; 0: max_positions", least=0)
-    rope_low_freq: float = key(
-        1.0, "llama3 scaling: wavelengths longer than rope_original/this are stretched fully", above=0
+    rope_factor: float = key(1.0, "context length over rope_original", least=1)
+    rope_original: int = key(0, "context length before scaling; 0: max_positions", least=0)
+    rope_low_freq: float = key(1.0, "llama3: wavelengths above rope_original / this are scaled fully", above=0)
+    rope_high_freq: float = key(4.0, "llama3: wavelengths below rope_original / this are not scaled", above=0)
+    yarn_beta_fast: float = key(
+        32.0, "YaRN: frequencies with more rotations over rope_original than this are not scaled", above=0
     )
-    rope_high_freq: float = key(4.0, "llama3 scaling: wavelengths shorter than rope_original/this are kept", above=0)
-    yarn_beta_fast: float = key(32.0, "YaRN: rotations over rope_original above which a frequency is kept", above=0)
-    yarn_beta_slow: float = key(1.0, "YaRN: rotations over rope_original below which a frequency is stretched", above=0)
+    yarn_beta_slow: float = key(
+        1.0, "YaRN: frequencies with fewer rotations over rope_original than this are scaled fully", above=0
+    )
     yarn_mscale: float = key(1.0, "YaRN: weight of the logarithmic growth of rotary amplitude", least=0)
     yarn_mscale_all: float = key(0.0, "YaRN: the same growth applied to all attention scores (DeepSeek)", least=0)
-    qk_norm: bool = key(False, "normalise each head of queries and keys (Qwen3)")
-    parallel_block: bool = key(False, "attention and feed-forward side by side, from one norm (GPT-J, PaLM)")
+    qk_norm: bool = key(False, "normalise the queries and keys of each head (Qwen3)")
+    parallel_block: bool = key(False, "run attention and feed-forward in parallel, after one norm (GPT-J, PaLM)")
     parallel_norms: int = key(
-        1, "parallel block: one norm for both of its parts, or 2: one each (GPT-NeoX)", least=1, most=2
+        1, "parallel block: 1: one norm for both parts; 2: one norm each (GPT-NeoX)", least=1, most=2
     )
     embedding_scale: bool = key(False, "multiply embeddings by the square root of hidden (Gemma)")
     embedding_norm: bool = key(False, "normalise embeddings before the first layer (BLOOM)")
-    sliding_window: int = key(0, "attend to this many latest positions only; 0: to all", least=0)
+    sliding_window: int = key(0, "attend only to this many latest positions; 0: to all", least=0)
     tied_embeddings: bool = key(False, "share the embedding with the output head")
     init_std: float = key(0.02, "standard deviation of initial weights", above=0)
     attention: Literal["grouped", "latent"] = key(
-        "grouped", "multi-head/grouped-query attention, or DeepSeek's latent attention"
+        "grouped", "grouped: multi-head or grouped-query attention; latent: DeepSeek's latent attention (MLA)"
     )
     q_rank: int = key(0, "latent attention: rank of the compressed queries; 0: not compressed", least=0)
     kv_rank: int = key(0, "latent attention: rank of the compressed keys and values", least=0)
     nope_dim: int = key(0, "latent attention: width of a head's part without position", least=0)
-    rope_dim: int = key(0, "latent attention: width of a head's rotated part, shared by all heads in the keys", least=0)
+    rope_dim: int = key(0, "latent attention: width of a head's rotated part; all heads share it in the keys", least=0)
     v_dim: int = key(0, "latent attention: width of a head's values", least=0)
     experts: int = key(0, "routed experts in each MoE layer; 0: a dense model", least=0)
-    experts_per_token: int = key(0, "routed experts each token goes to", least=0)
+    experts_per_token: int = key(0, "routed experts per token (top-k)", least=0)
     expert_ffn: int = key(0, "width of one expert; 0: ffn", least=0)
-    shared_experts: int = key(0, "experts every token passes (one block of this many times expert_ffn)", least=0)
-    dense_layers: int = key(0, "MoE: first layers that stay dense", least=0)
-    router: Literal["softmax", "sigmoid"] = key(
-        "softmax", "scores of the experts: softmax (Mixtral), sigmoid with bias (DeepSeek-V3)"
+    shared_experts: int = key(
+        0, "shared experts, which every token passes (one block of this many times expert_ffn)", least=0
     )
-    router_groups: int = key(1, "groups of experts that routing first chooses among", least=1)
-    router_top_groups: int = key(1, "groups a token may use", least=1)
-    router_normalize: bool = key(True, "make the weights of a token's chosen experts add up to one")
+    dense_layers: int = key(0, "MoE: number of dense layers at the start", least=0)
+    router: Literal["softmax", "sigmoid"] = key(
+        "softmax", "how experts are scored: softmax (Mixtral), or sigmoid with bias (DeepSeek-V3)"
+    )
+    router_groups: int = key(1, "groups of experts; routing chooses groups first", least=1)
+    router_top_groups: int = key(1, "groups of experts per token", least=1)
+    router_normalize: bool = key(True, "normalise the weights of a token's experts to a sum of 1")
     router_scale: float = key(1.0, "factor on the routed experts' output", above=0)
     expert_capacity: float = key(
-        0.0, "an expert takes at most this many times its even share of a sequence, and drops the rest; 0: all", least=0
+        0.0,
+        "capacity factor: an expert drops tokens beyond this many times its even share of a sequence; 0: drop none",
+        least=0,
     )
-    scores: bool = key(False, "the head gives a score of each token instead of logits; objective.kind = reward sets it")
+    scores: bool = key(False, "the head outputs a score per token instead of logits; objective.kind = reward sets it")
 
     @property
     def head_rows(self) -> int:
@@ -150,12 +150,12 @@ class ModelConfig:
 class DataConfig:
     """What is learned from. Without sets, the built-in corpus of texts that ship with Python, as bytes."""
 
-    sets: tuple[str, ...] = key((), "folders made by `shardwise data build`; empty: the built-in corpus")
+    sets: tuple[str, ...] = key((), "folders from `shardwise data build`; empty: the built-in corpus")
     weights: tuple[float, ...] = key((), "share of samples from each set; empty: by their tokens")
-    validation: tuple[str, ...] = key((), "folders to evaluate on; empty: hold out the end of each set")
-    holdout: float = key(0.01, "share of each set held out when there is no validation set", least=0, most=0.5)
+    validation: tuple[str, ...] = key((), "folders to evaluate on; empty: the held-out end of each set")
+    holdout: float = key(0.01, "share of each set to hold out when there is no validation set", least=0, most=0.5)
     separate_documents: bool = key(
-        False, "keep attention and positions inside each packed document; always so for conversations"
+        False, "keep attention and positions within each packed document; conversations always do"
     )
 
 
@@ -164,131 +164,137 @@ class TrainConfig:
     """How it is learned. A global batch is microbatch x accumulation x data ranks sequences."""
 
     steps: int = key(1000, "optimizer steps", least=1)
-    global_batch: int = key(32, "sequences in a step, over all ranks", least=1)
+    global_batch: int = key(32, "sequences per step, over all ranks", least=1)
     microbatch: int = key(
         0,
-        "sequences in one forward pass of a rank; 0: a rank's whole share of the batch, or what a search finds best",
+        "sequences per forward pass of a rank; 0: the rank's whole share of the batch, or what a search finds best",
         least=0,
     )
-    seq_len: int = key(512, "tokens in a sequence", least=1)
-    seed: int = key(0, "fixes the initial weights and the order of the data", least=0)
+    seq_len: int = key(512, "tokens per sequence", least=1)
+    seed: int = key(0, "seed of the initial weights and the data order", least=0)
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = key(
         "float32",
-        "arithmetic of the network; the 16-bit ones keep parameters, gradients and optimizer in float32",
+        "dtype of the computation; with 16 bits, parameters, gradients and optimizer state stay in float32",
     )
     fp8: Literal["none", "tensorwise", "rowwise"] = key(
         "none",
-        "GEMMs inside of the layers in fp8: one scale a tensor and all GEMMs, the fastest; or one a row, the "
-        "weights' gradients in 16 bits, the closest to 16 bits",
+        "fp8 GEMMs in the layers; tensorwise: one scale per tensor, all GEMMs, fastest; rowwise: one scale per row, weight "
+        "gradients in 16 bits, most accurate",
     )
     weights: str = key(
         "",
-        "checkpoint, run folder, or what `shardwise convert from-hf` made, whose weights training begins with; empty: random ones",
+        "initial weights: a checkpoint, a run folder, or the output of `shardwise convert from-hf`; empty: random",
     )
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "where to run; auto: the GPU where there is one")
-    backend: Literal["auto", "nccl", "gloo"] = key("auto", "of collectives; auto: nccl on GPUs; gloo can share them")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "where to run; auto: the GPU if there is one")
+    backend: Literal["auto", "nccl", "gloo"] = key(
+        "auto", "backend of collectives; auto: nccl on GPUs, else gloo; with gloo, ranks can share a GPU"
+    )
     compile: Literal["auto", True, False] = key(
         "auto",
-        "fuse each layer's small kernels with torch.compile; the first step takes longer; auto: so on one GPU in 16 bits",
+        "compile each layer with torch.compile; the first step takes longer; auto: only on one GPU in 16 bits",
     )
     cuda_graph: Literal["auto", True, False] = key(
         "auto",
-        "one GPU: record the passes of a step once and replay them, which keeps their memory; auto: where launching them "
-        "was seen to take the host longer than computing them takes the GPU",
+        "one GPU: record a step as a CUDA graph and replay it, which keeps its memory; auto: if the first steps show that "
+        "launching kernels takes the host longer than running them takes the GPU",
     )
     tune_products: Literal["auto", True, False] = key(
         "auto",
-        "one GPU in 16 bits: draw the library's algorithms for large GEMMs in the first steps, and take the fastest, "
-        "which all give the same; compiled layers also accumulate sums in the GEMMs, which rounds once less",
+        "one GPU in 16 bits: try the library's algorithms for large GEMMs in the first steps and keep the fastest; all give "
+        "the same result; compiled layers also accumulate sums in the GEMM, which rounds once less",
     )
     invariant: bool = key(
         False,
-        "forward passes that give a token the same bits whatever the batch, which are those of serve.invariant; slower",
+        "batch-invariant forward passes: a token gets the same bits in any batch, equal to those of serve.invariant; slower",
     )
-    deterministic: bool = key(False, "GPUs: two runs identical to the bit, at some cost in speed; CPUs always are")
+    deterministic: bool = key(False, "GPUs: repeat a run bit for bit; slower; CPUs always do")
     parametrization: Literal["standard", "mup"] = key(
         "standard",
-        "how initial values and learning rates depend on the width; mup: the best learning rate is the same at every width",
+        "how initial weights and learning rates scale with width; mup: the best learning rate is the same at every width",
     )
-    base_width: int = key(256, "mup: the hidden size at which learning rates are the standard ones", least=1)
+    base_width: int = key(256, "mup: the hidden size at which learning rates equal the standard ones", least=1)
     base_layers: int = key(
-        0, "mup: the depth at which learning rates are the standard ones; 0: they do not depend on it", least=0
+        0, "mup: the depth at which learning rates equal the standard ones; 0: no scaling with depth", least=0
     )
     optimizer: Literal["adamw", "muon"] = key("adamw", "muon: orthogonalised momentum on matrices, AdamW on the rest")
     lr: float = key(3e-4, "peak learning rate of AdamW", above=0)
     muon_lr: float = key(0.02, "peak learning rate of Muon's matrices", above=0)
     muon_momentum: float = key(0.95, "Muon's momentum", least=0, most=1)
-    weight_decay: float = key(0.1, "decoupled decay; norms, biases and the like are never decayed", least=0)
+    weight_decay: float = key(0.1, "decoupled weight decay; norms and biases are never decayed", least=0)
     beta1: float = key(0.9, "AdamW's first moment", least=0, most=1)
     beta2: float = key(0.95, "AdamW's second moment", least=0, most=1)
     eps: float = key(1e-8, "AdamW's epsilon", above=0)
     clip: float = key(1.0, "largest gradient norm; 0: no clipping", least=0)
     schedule: Literal["cosine", "linear", "wsd", "constant"] = key(
-        "cosine", "learning rate after warm-up; wsd: stable, then decay"
+        "cosine", "learning rate after warm-up; wsd: constant, then decay (warmup-stable-decay)"
     )
     warmup: int = key(0, "steps of linear warm-up", least=0)
     decay: float = key(0.2, "wsd: share of the steps spent decaying at the end", least=0, most=1)
     final_lr: float = key(0.1, "learning rate at the end, as a share of the peak", least=0, most=1)
     reduce_dtype: Literal["float64", "float32", "bfloat16"] = key(
         "float32",
-        "16 bits: dtype in which gradients are added over shards and replicas; higher precision adds in its own",
+        "with 16 bits: dtype of the gradient reduction over shards and replicas; other dtypes reduce in their own",
     )
     loss: Literal["auto", "plain", "chunked"] = key(
         "auto",
-        "chunked: scores of the vocabulary for some tokens at a time; auto: so on GPUs in 16 bits, without tensor ranks",
+        "chunked: compute logits for some tokens at a time; auto: only on GPUs in 16 bits without tensor parallelism",
     )
-    loss_scale: float = key(65536.0, "float16: first loss scale; it then adapts", above=0)
+    loss_scale: float = key(65536.0, "float16: initial loss scale; it adapts later", above=0)
     balance_loss: float = key(0.0, "MoE: weight of the per-sequence load-balance loss", least=0)
-    router_z_loss: float = key(0.0, "MoE: weight of the squared log-partition of router logits", least=0)
-    balance_rate: float = key(0.001, "sigmoid router: step of the selection bias towards even load", least=0)
+    router_z_loss: float = key(
+        0.0, "MoE: weight of the router z-loss, the squared log-sum-exp of the router logits", least=0
+    )
+    balance_rate: float = key(0.001, "sigmoid router: step size of the bias that balances the load", least=0)
     expert_imbalance: float = key(
         1.1,
-        "planning MoE: load of the busiest expert rank over the mean (dropless routing costs 8 to 20%)",
+        "for the plan of MoE: load of the busiest expert rank over the mean (dropless routing: 1.08 to 1.2)",
         least=1,
     )
-    eval_every: int = key(100, "steps between evaluations, and one at the end; 0: never", least=0)
-    eval_sequences: int = key(64, "validation sequences an evaluation looks at", least=1)
+    eval_every: int = key(100, "steps between evaluations; there is also one at the end; 0: never", least=0)
+    eval_sequences: int = key(64, "validation sequences per evaluation", least=1)
     samples: int = key(
         0,
-        "texts that are continued at each evaluation and recorded; they begin as validation sequences do",
+        "sample texts per evaluation; each continues the start of a validation sequence",
         least=0,
         most=64,
     )
-    sample_tokens: int = key(
-        64, "samples: tokens that each is continued by, a forward pass of a microbatch for each", least=1
+    sample_tokens: int = key(64, "samples: tokens per sample; each takes a forward pass of a microbatch", least=1)
+    checkpoint_every: int = key(
+        0, "steps between checkpoints; there is always one at the end; 0: only that one", least=0
     )
-    checkpoint_every: int = key(0, "steps between checkpoints, besides the one at the end; 0: only that", least=0)
-    keep: int = key(2, "checkpoints kept, newest first", least=1)
-    keep_every: int = key(0, "checkpoints of steps that this divides are never deleted; 0: none", least=0)
-    restarts: int = key(
-        3, "restarts after failures with no new checkpoint in between, before the run gives up; 0: none", least=0
+    keep: int = key(2, "how many of the newest checkpoints to keep", least=1)
+    keep_every: int = key(
+        0, "never delete checkpoints whose step is a multiple of this; 0: no such checkpoints", least=0
     )
+    restarts: int = key(3, "most restarts in a row without a new checkpoint; then the run gives up; 0: none", least=0)
     restart_wait: float = key(
-        1.0, "seconds before the first restart; doubled for each that follows without a new checkpoint", least=0
+        1.0, "seconds before the first restart; doubles with each restart without a new checkpoint", least=0
     )
-    save_deadline: float = key(120.0, "seconds a run may take to save after SIGTERM", above=0)
-    hang_seconds: float = key(600.0, "seconds without any progress after which a rank counts as hung", above=0)
-    elastic: bool = key(False, "with fewer ranks than the layout needs: plan another layout and go on with that")
+    save_deadline: float = key(120.0, "seconds for the last checkpoint after SIGTERM", above=0)
+    hang_seconds: float = key(600.0, "a rank without progress for this many seconds counts as hung", above=0)
+    elastic: bool = key(False, "if ranks are missing, plan a smaller layout and continue with it")
     guard: Literal["none", "skip", "rollback", "stop"] = key(
         "stop",
-        "what a bad loss or gradient norm leads to: nothing; no update (the host then waits for each norm); back to the "
-        "last checkpoint and on without that batch; the end of the run",
+        "reaction to a bad loss or gradient norm; none: ignore it; skip: no update (the host then waits for each norm); rollback: "
+        "go back to the last checkpoint and leave out that batch; stop: end the run",
     )
     guard_spike: float = key(
         0.0,
-        "a finite loss or norm is bad so many deviations (1.4826 x MAD) above the median of guard_window steps; 0: never",
+        "a finite loss or norm this many deviations (1.4826 x MAD) above the median of guard_window steps is bad; 0: never",
         least=0,
     )
-    guard_window: int = key(64, "accepted steps that a spike is measured against", least=8)
+    guard_window: int = key(64, "accepted steps in the median that defines a spike", least=8)
     guard_limit: int = key(
-        10, "bad steps in a row, or batches left out between two checkpoints, that end the run", least=1
+        10, "the run ends after this many bad steps in a row, or batches left out between two checkpoints", least=1
     )
     recheck_every: int = key(
-        0, "steps between those computed twice and compared bit for bit, to catch silent corruption; 0: never", least=0
+        0, "compute every n-th step twice and compare bit for bit, to find silent data corruption; 0: never", least=0
     )
-    compare_every: int = key(50, "steps between comparisons of the ranks' own compute time; 0: never", least=0)
+    compare_every: int = key(
+        50, "steps between comparisons of the ranks' compute times, to find stragglers; 0: never", least=0
+    )
     tensorboard: bool = key(False, "also write TensorBoard events to the run folder")
-    wandb: str = key("", "also send metrics to this Weights & Biases project; the id is in the run folder (wandb-id)")
+    wandb: str = key("", "also send metrics to this Weights & Biases project; the run folder keeps the id (wandb-id)")
 
 
 @dataclass(frozen=True)
@@ -296,43 +302,41 @@ class ClusterConfig:
     """What it runs on. A 0 stands for what is usual for the chip."""
 
     chip: str = key(
-        "", "accelerator by name (`config --chips`), or a TOML file that describes one; empty: this machine"
+        "", "accelerator, by name (`config --chips`) or as a TOML file that describes it; empty: this machine"
     )
     nodes: int = key(1, "machines", least=1)
     devices_per_node: int = key(
-        0, "accelerators in a machine; 0: what the layout needs, spread evenly (auto: the usual)", least=0
+        0,
+        "devices per machine; 0: the layout's ranks spread evenly, or for a search the usual number of the chip",
+        least=0,
     )
-    domain: int = key(0, "devices joined by the fast link, where that is more or less than a machine", least=0)
-    intra_gbs: float = key(0.0, "GB/s of a device and direction on the fast link", least=0)
-    inter_gbs: float = key(0.0, "GB/s of a device and direction between machines", least=0)
-    latency_ms: float = key(
-        0.0, "milliseconds that a message takes from one machine to another, where that is more than usual", least=0
-    )
-    hbm_gbs: float = key(0.0, "GB/s of a device's memory, where it is not the catalogue's", least=0)
-    power_w: float = key(0.0, "watts a device is capped at", least=0)
-    fabric: Literal["", "rail", "fat-tree", "ethernet", "torus"] = key("", "how machines are joined")
-    taper: float = key(1.0, "fat-tree: how many times less bandwidth the upper levels have", least=1)
-    sharp: bool = key(False, "whether the network's switches add up all-reduces, as InfiniBand's SHARP does")
-    profile: str = key("", "file written by `shardwise bench`, whose measured curves replace the catalogue's")
-    rendezvous: str = key(
-        "", "HOST:PORT on one of the machines, where those that `shardwise train` was started on meet"
-    )
-    node_wait: int = key(30, "train.elastic: seconds to wait for further machines before going on without", least=1)
-    headroom: float = key(0.05, "share of a device's memory the plan leaves free", least=0, most=0.9)
-    price: float = key(0.0, "US dollars for a device and hour; 0: the catalogue's", least=0)
+    domain: int = key(0, "devices in one fast-link (NVLink) domain, if not one machine", least=0)
+    intra_gbs: float = key(0.0, "GB/s per device and direction on the fast link", least=0)
+    inter_gbs: float = key(0.0, "GB/s per device and direction between machines", least=0)
+    latency_ms: float = key(0.0, "milliseconds per message between machines, if more than usual", least=0)
+    hbm_gbs: float = key(0.0, "GB/s of a device's memory, if not the catalogue's", least=0)
+    power_w: float = key(0.0, "power cap of a device in watts", least=0)
+    fabric: Literal["", "rail", "fat-tree", "ethernet", "torus"] = key("", "network between machines")
+    taper: float = key(1.0, "fat-tree: oversubscription of the upper levels", least=1)
+    sharp: bool = key(False, "the switches do all-reduces in the network (InfiniBand SHARP)")
+    profile: str = key("", "file from `shardwise bench`; its measured curves replace the catalogue's")
+    rendezvous: str = key("", "HOST:PORT on one machine, where all machines that run `shardwise train` meet")
+    node_wait: int = key(30, "train.elastic: seconds to wait for more machines before continuing without them", least=1)
+    headroom: float = key(0.05, "share of a device's memory that the plan leaves free", least=0, most=0.9)
+    price: float = key(0.0, "US dollars per device and hour; 0: the catalogue's", least=0)
     mtbf_hours: float = key(
-        50_000.0, "hours a device works between two failures that stop the run (Llama 3 saw 50,000)", above=0
+        50_000.0, "mean hours between failures of one device that stop the run (Llama 3: 50,000)", above=0
     )
-    restart_seconds: float = key(600.0, "from a failure to the first step after it", least=0)
-    storage_gbs: float = key(1.0, "GB/s a machine writes checkpoints and reads data with", above=0)
-    host_gbs: float = key(20.0, "GB/s of a device to its host's memory, through which a checkpoint is staged", above=0)
+    restart_seconds: float = key(600.0, "seconds from a failure to the first step after it", least=0)
+    storage_gbs: float = key(1.0, "GB/s per machine for writing checkpoints and reading data", above=0)
+    host_gbs: float = key(20.0, "GB/s from a device to host memory, where a checkpoint is staged", above=0)
 
 
 @dataclass(frozen=True)
 class Run:
     """One job, the only argument of plan, train and explain."""
 
-    name: str = key("run", "what the run is called; its folder is runs/NAME unless --out says otherwise")
+    name: str = key("run", "name of the run; its folder is runs/NAME unless --out gives another")
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     data: DataConfig = field(default_factory=DataConfig)

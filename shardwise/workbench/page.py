@@ -54,9 +54,9 @@ def workbench_page(
 def document(title: str, body: str, state: Any, scripts: tuple[str, ...], nonce: str) -> str:
     """A whole page of these scripts, beside those that every page has; without a nonce it stands for itself."""
     marked = f' nonce="{nonce}"' if nonce else ""
-    style = _text("shardwise.report", "page.css") + _text("shardwise.workbench", "workbench.css")
-    if any("uplot" in name for name in scripts):
-        style += _text("shardwise.workbench", "uplot/uPlot.min.css")
+    charts = _text("shardwise.workbench", "uplot/uPlot.min.css") if any("uplot" in name for name in scripts) else ""
+    # The library's style comes first, so that ours may change it.
+    style = charts + _text("shardwise.report", "page.css") + _text("shardwise.workbench", "workbench.css")
     code = [_text("shardwise.report", "page.js"), *(_text("shardwise.workbench", name) for name in scripts)]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'

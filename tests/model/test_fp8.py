@@ -298,7 +298,7 @@ def test_a_model_learns_what_it_learns_in_16_bits() -> None:
 
 
 def test_a_run_that_cannot_be_is_refused_in_a_sentence() -> None:
-    with pytest.raises(UserError, match="fp8 GEMMs give bfloat16"):
+    with pytest.raises(UserError, match=r"fp8 GEMMs need train\.dtype = bfloat16"):
         make_run(fp8="rowwise", dtype="float16")
-    with pytest.raises(UserError, match="scale needs the whole"):
+    with pytest.raises(UserError, match="scale needs the tensor"):
         run_from_dict(dict(layout=dict(tensor=2, async_tensor=True), train=dict(fp8="rowwise", dtype="bfloat16")))

@@ -117,10 +117,10 @@ def test_versions_are_those_of_the_papers() -> None:
     ("layout", "train", "words"),
     [
         (dict(schedule="pipedream"), dict(clip=1.0), "set it to 0"),
-        (dict(schedule="pipedream", replicate=2, compress="int8"), {}, "behind a step of all stages"),
-        (dict(schedule="pipedream", shard=4, secondary_shard=2), {}, "which use other versions"),
-        (dict(schedule="pipedream-2bw"), dict(global_batch=1, microbatch=1), "1 are fewer than layout.pipeline = 2"),
-        (dict(schedule="pipedream", auto=True), {}, "weights from before"),
+        (dict(schedule="pipedream", replicate=2, compress="int8"), {}, "needs all stages at the same step"),
+        (dict(schedule="pipedream", shard=4, secondary_shard=2), {}, "passes that need other versions"),
+        (dict(schedule="pipedream-2bw"), dict(global_batch=1, microbatch=1), "as layout.pipeline = 2, and there are 1"),
+        (dict(schedule="pipedream", auto=True), {}, "trains with stale weights"),
     ],
     ids=str,
 )

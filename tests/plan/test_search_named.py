@@ -56,7 +56,7 @@ def test_layouts_of_a_named_key_are_searched_as_they_are_planned(name: str) -> N
 
 
 def test_optimal_recomputation_is_refused_with_its_reason() -> None:
-    with pytest.raises(UserError, match='give "optimal" to the layout that it finds'):
+    with pytest.raises(UserError, match='then set "optimal" in the layout it finds'):
         run_from_dict(
             dict(layout=dict(auto=True, recompute="optimal", recompute_budget=1.0), cluster=dict(chip="h100", nodes=1))
         )

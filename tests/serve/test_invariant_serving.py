@@ -241,6 +241,6 @@ def test_columns_of_experts_on_several_ranks_are_refused() -> None:
     words = ["model.heads=4", "model.hidden=32", "serve.invariant=true"]
     assert read_served(None, [*words, "layout.tensor=2", "layout.pipeline=2"]).serve.invariant
     words += ["model.experts=4", "model.experts_per_token=2", "layout.tensor=2"]
-    with pytest.raises(UserError, match=r"serve\.invariant takes whole ones; layout\.expert = 2"):
+    with pytest.raises(UserError, match=r"serve\.invariant needs whole experts; layout\.expert = 2"):
         read_served(None, words)
     assert read_served(None, [*words, "layout.expert=2"]).serve.invariant

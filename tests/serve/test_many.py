@@ -101,12 +101,12 @@ def test_the_ranks_of_a_stage_hold_all_of_it_and_nothing_twice(axes: dict[str, i
     ("overrides", "phrase"),
     [
         (["layout.tensor=3"], "3 does not divide model.heads"),
-        (["layout.shard=2"], "only to hold other experts"),
-        (["layout.context=2"], "only to hold other experts"),
+        (["layout.shard=2"], "only splits experts"),
+        (["layout.context=2"], "only splits experts"),
         (["layout.expert=2"], "the model has none"),
         (["layout.expert=2", "model.experts=4", "model.experts_per_token=1"], "add none; layout.tensor = 2 would do"),
         (["layout.tensor=4", "layout.expert=4", "model.experts=6", "model.experts_per_token=1"], "does not divide model.experts"),
-        (["layout.pipeline=9"], "needs at least one layer"),
+        (["layout.pipeline=9"], "each stage needs a layer"),
         (["layout=auto"], "`shardwise plan` searches"),
     ],
 )  # fmt: skip

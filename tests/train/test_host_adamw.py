@@ -112,5 +112,5 @@ def test_what_does_not_go_with_it_is_said() -> None:
     wrong = dict(layout=dict(shard=2), train=dict(optimizer="muon", recheck_every=3), memory=dict(optimizer="host"))
     with pytest.raises(UserError) as error:
         run_from_dict(wrong)
-    for part in ("the layout has 2 ranks", "muon multiplies matrices", "compared on the device"):
+    for part in ("the layout has 2 ranks", "not with muon", "compares gradients on the device"):
         assert part in str(error.value)

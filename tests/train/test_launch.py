@@ -167,7 +167,7 @@ def test_the_ranks_there_are_must_be_those_the_layout_needs() -> None:
 def test_what_needs_a_gpu_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     run = read_run(None, ["layout.offload=true", "train.cuda_graph=false"])
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(UserError, match=r"layout\.offload: there is no GPU here: moves things from a GPU"):
+    with pytest.raises(UserError, match=r"layout\.offload: there is no GPU here: keeps a GPU's state in CPU memory"):
         check_here(run, None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     check_here(run, None)

@@ -64,7 +64,7 @@ def test_a_sample_is_what_the_network_says() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (dict(layout=dict(tensor=2)), "replicate, shard and expert"),
+        (dict(layout=dict(tensor=2)), "without tensor, pipeline and context parallelism"),
         (dict(objective=dict(kind="dpo")), "objective.kind = dpo"),
         (dict(train=dict(samples=2, eval_every=0)), "train.eval_every is 0"),
         (dict(train=dict(samples=2, seq_len=64, sample_tokens=60)), "more than train.seq_len = 64"),

@@ -25,35 +25,35 @@ def adapter_rules(run: Run) -> Iterator[Rule]:
     for word in adapter.targets:
         known = word == "all" or word in MATRICES
         yield (not known, "adapter.targets", (), partial(
-            '"{}" is not a matrix of a layer{}; "all", or some of {}'.format, word, nearest(word, MATRICES), ", ".join(MATRICES)
+            '"{}" is not a matrix of a layer{}; use "all" or some of {}'.format, word, nearest(word, MATRICES), ", ".join(MATRICES)
         ))
     kinds = {run.model.is_moe(layer) for layer in (0, run.model.layers - 1)}
     adapted = [entry for moe in kinds for entry in layer_parameters(run.model, moe, adapter) if entry.adapted]
     yield (not adapted, "adapter.targets", ("adapter.kind",),
-           lambda: f"{', '.join(adapter.targets) or 'nothing'}: no layer of this network has such a matrix")
+           lambda: f"{', '.join(adapter.targets) or 'nothing'}: no layer of this model has such a matrix")
     narrow = min((min(entry.shape[-2:]) for entry in adapted), default=adapter.rank)
     yield (adapter.rank > narrow, "adapter.rank", ("adapter.targets",),
-           lambda: f"{adapter.rank} is more than the {narrow} rows or columns of a matrix that it adapts")
+           lambda: f"{adapter.rank} is larger than the smallest side of an adapted matrix, {narrow}")
     if adapter.kind == "qlora":
         yield from _qlora_rules(run)
     yield (train.optimizer != "adamw", "train.optimizer", ("adapter.kind",),
-           lambda: f"{train.optimizer} is for whole matrices; adapters are trained by adamw")
+           lambda: f"{train.optimizer} does not train adapters; use adamw")
     yield (train.parametrization != "standard", "train.parametrization", ("adapter.kind",),
-           lambda: f"{train.parametrization} is for training all weights; adapters are trained by the standard one")
+           lambda: f"{train.parametrization} is for training all weights; with adapters use standard")
     yield (train.fp8 != "none", "train.fp8", ("adapter.kind",),
-           lambda: "has no GEMMs for frozen weights with adapters; leave it at none")
+           lambda: "fp8 GEMMs do not support frozen weights with adapters; use none")
     yield (train.invariant, "train.invariant", ("adapter.kind",),
-           lambda: "has no GEMMs for adapters: a server merges them, which rounds otherwise")
+           lambda: "does not support adapters: a server merges them into the weights, which rounds differently; leave it off")
 
 
 def _qlora_rules(run: Run) -> Iterator[Rule]:
     """What matrices in 4 bits go with."""
     wrong = [entry.name for entry in _matrices(run.model) if entry.shape[-1] % NF4_BLOCK]
     yield (bool(wrong), "adapter.kind", ("model.hidden", "model.ffn", "model.expert_ffn"), lambda: (
-        f"qlora keeps blocks of {NF4_BLOCK} weights of a row, and the rows of {', '.join(wrong)} are no multiple of that"
+        f"qlora stores rows in blocks of {NF4_BLOCK} weights; the rows of {', '.join(wrong)} are not a multiple of {NF4_BLOCK}"
     ))
     yield (run.train.compile is True, "train.compile", ("adapter.kind",),
-           lambda: "qlora makes its matrices for each GEMM, which is not compiled; use auto")
+           lambda: "qlora cannot be compiled: it unpacks its matrices for each GEMM; use auto")
 
 
 def _matrices(model: ModelConfig) -> list[Parameter]:
@@ -73,10 +73,10 @@ def adapter_layout_rules(run: Run) -> Iterator[Rule]:
     for entry in cut if kind == "qlora" else ():
         uneven = (lay.tensor > 1) & (entry.shape[-1] % (NF4_BLOCK * lay.tensor) > 0)
         yield (uneven & lay.expert_tensor if entry.routed else uneven, "layout.tensor", ("adapter.kind",), partial(
-            "{} ranks cut the rows of {}, {} long, and qlora keeps blocks of {} weights of a row whole".format,
+            "{} ranks split the rows of {} (length {}) inside of qlora's blocks of {} weights".format,
             lay.tensor, entry.name, entry.shape[-1], NF4_BLOCK
         ))
     yield (lay.async_tensor, "layout.async_tensor", ("adapter.kind",),
-           lambda: f"multiplies slices as they arrive, and {kind} has no such GEMM; leave it out")
+           lambda: f"{kind} does not support async_tensor; turn it off")
     yield ((model.attention == "grouped") & (lay.tensor > model.kv_heads), "layout.tensor", ("adapter.kind", "model.kv_heads"),
-           lambda: f"{lay.tensor} ranks for {model.kv_heads} key/value heads would take some rows of a matrix; {kind} does not")
+           lambda: f"{kind} needs a whole key/value head per tensor rank; {lay.tensor} ranks share {model.kv_heads} heads")

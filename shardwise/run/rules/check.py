@@ -69,28 +69,28 @@ def _train_rules(run: Run) -> Iterator[Rule]:
                lambda: f"{train.warmup} is more than train.steps = {train.steps}")
     for name in ("beta1", "beta2", "muon_momentum"):
         yield Rule(getattr(train, name) >= 1, f"train.{name}", (),
-                   lambda: "has to be below 1: at 1 nothing new is ever taken in")
+                   lambda: "must be below 1: at 1 it would never change")
 
 
 def _objective_rules(run: Run) -> Iterator[Rule]:
     kind = run.objective.kind
     rewards = kind == "reward"
     yield Rule(run.model.scores and not rewards, "model.scores", ("objective.kind",),
-               lambda: f"a head of scores is learned by objective.kind = reward, not by {kind}")
+               lambda: f"only objective.kind = reward trains a head of scores, not {kind}")
     aims = rewards or (kind == "dpo" and run.objective.loss == "sigmoid")
     yield Rule(run.objective.margins and not aims, "objective.margins", ("objective.kind", "objective.loss"),
-               lambda: f"{kind} aims at no margin of a pair's own; reward does, and dpo with the sigmoid")
+               lambda: f"{kind} has no margins per pair; only reward and dpo with loss = sigmoid have them")
     yield Rule(rewards and run.train.invariant, "objective.kind", ("train.invariant",),
-               lambda: "reward has no log-probabilities that a server could give too; leave train.invariant off")
+               lambda: "reward does not support train.invariant: it computes no log-probabilities; turn train.invariant off")
 
 
 def fp8_rules(run: Run) -> Iterator[Rule]:
     """What fp8 GEMMs go with."""
     fp8 = run.train.fp8 != "none"
     yield Rule(fp8 and run.train.dtype != "bfloat16", "train.fp8", ("train.dtype",),
-               lambda: f'{run.train.dtype} arithmetic goes with "none" alone: fp8 GEMMs give bfloat16')
+               lambda: f"fp8 GEMMs need train.dtype = bfloat16, not {run.train.dtype}")
     yield Rule(fp8 and run.layout.async_tensor, "layout.async_tensor", ("train.fp8",),
-               lambda: "multiplies slices as they arrive, in 16 bits, while an fp8 scale needs the whole; use one of the two")
+               lambda: "does not go with train.fp8: it multiplies slices, and an fp8 scale needs the tensor; use one of the two")
 
 
 def invariant_rules(run: Run) -> Iterator[Rule]:
@@ -98,18 +98,18 @@ def invariant_rules(run: Run) -> Iterator[Rule]:
     train, lay = run.train, run.layout
     if not train.invariant:
         return
-    for name, other in (("tensor", "adds parts of a sum over ranks"), ("context", "cuts a sequence")):
+    for name, other in (("tensor", "adds sums over ranks"), ("context", "splits a sequence")):
         yield Rule(getattr(lay, name) > 1, "train.invariant", (f"layout.{name}",), partial(
-            "gives the bits of one device, and layout.{} = {} {}".format, name, getattr(lay, name), other
+            "gives the bits of one device, but layout.{} = {} {}; set it to 1".format, name, getattr(lay, name), other
         ))
     yield Rule(train.fp8 != "none", "train.invariant", ("train.fp8",),
-               lambda: "has no GEMMs in fp8: their scales depend on the batch")
+               lambda: "does not support fp8: its scales depend on the batch")
     yield Rule(train.compile is True, "train.invariant", ("train.compile",),
-               lambda: "can't be compiled: a compiler may order sums as it likes; use auto")
+               lambda: "cannot be compiled: a compiler may change the order of sums; use auto")
     yield Rule(train.loss == "chunked", "train.invariant", ("train.loss",),
-               lambda: "has a loss head of its own; use auto or plain")
+               lambda: "does not support the chunked loss; use auto or plain")
     yield Rule(bool(run.model.expert_capacity), "train.invariant", ("model.expert_capacity",),
-               lambda: "can't be had where experts drop tokens by who else is there: model.expert_capacity")
+               lambda: "does not go with model.expert_capacity: which tokens an expert drops depends on the batch; set it to 0")
 
 
 def _search_rules(run: Run) -> Iterator[Rule]:
@@ -119,14 +119,14 @@ def _search_rules(run: Run) -> Iterator[Rule]:
         yield Rule(word not in known, "layout.fixed", (), reason)
     asynchronous = "schedule" in run.layout.fixed and run.layout.schedule in ASYNCHRONOUS
     yield Rule(asynchronous, "layout.schedule", ("layout.auto",), lambda: (
-        f"{run.layout.schedule} learns with weights from before the last updates, so a search does not weigh it against others; "
+        f"{run.layout.schedule} trains with stale weights, so the search does not compare it with other schedules; "
         f"give the whole layout"
     ))
     yield Rule(run.layout.recompute == "optimal", "layout.auto", ("layout.recompute",), lambda: (
-        'searches with layout.recompute = "budget"; give "optimal" to the layout that it finds'
+        'the search does not try layout.recompute = "optimal"; search with "budget", then set "optimal" in the layout it finds'
     ))
     yield Rule(not run.cluster.chip, "cluster.chip", ("layout.auto",),
-               lambda: "a search needs to know the chip, and how many: cluster.nodes")
+               lambda: "a search needs the chip, and cluster.nodes for how many")
 
 
 def _model_rules(run: Run) -> Iterator[Rule]:
@@ -141,23 +141,23 @@ def _model_rules(run: Run) -> Iterator[Rule]:
             f"{_divisors(m.heads)} would do"
         ))
         yield Rule(m.position == "rotary" and m.head_dim % 2, "model.head_dim", ("model.hidden", "model.heads"),
-                   lambda: f"rope rotates pairs of elements, and a head of {m.head_dim} is odd")
+                   lambda: f"RoPE rotates pairs of elements, so it must be even; {m.head_dim} is odd")
         rotated = int(m.rope_share * m.head_dim)
         yield Rule(m.position == "rotary" and (rotated % 2 or not rotated), "model.rope_share", ("model.head_dim",),
-                   lambda: f"rope rotates pairs of elements, and {rotated} of {m.head_dim} are none")
+                   lambda: f"RoPE rotates pairs of elements; {rotated} of {m.head_dim} elements is not an even number above 0")
     else:
         for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
             yield Rule(not getattr(m, name), f"model.{name}", ("model.attention",),
-                       lambda: "latent attention needs this size; it is 0")
+                       lambda: "latent attention needs this size, and it is 0; set it")
         yield Rule(m.rope_share != 1.0, "model.rope_share", ("model.attention",),
-                   lambda: "latent attention rotates rope_dim elements, all of them; leave it 1")
+                   lambda: "latent attention rotates all of its rope_dim elements; leave it at 1")
         yield Rule(m.rope_dim % 2, "model.rope_dim", (),
-                   lambda: f"rope rotates pairs of elements, and {m.rope_dim} is odd")
+                   lambda: f"RoPE rotates pairs of elements, so it must be even; {m.rope_dim} is odd")
         other = m.position != "rotary" or m.qk_norm or m.bias != "none"
         yield Rule(other, "model.attention", ("model.position", "model.qk_norm", "model.bias"),
-                   lambda: 'latent attention goes with position = "rotary", bias = "none" and no qk_norm')
+                   lambda: 'latent attention needs position = "rotary", bias = "none" and qk_norm = false')
     yield Rule(m.position == "alibi" and run.serve.kv_dtype == "fp8", "serve.kv_dtype", ("model.position",),
-               lambda: "8 bits can't hold the positions that ALiBi keeps with the keys; use auto")
+               lambda: "fp8 cannot hold the positions that ALiBi stores with the keys; use auto")
     if m.experts:
         yield from _expert_rules(run)
     else:
@@ -177,16 +177,16 @@ def _size_rules(run: Run) -> Iterator[Rule]:
         "model.experts": m.experts * m.expert_ffn * max(1, m.shared_experts), "model.max_positions": m.max_positions,
     }
     for name, width in widths.items():
-        reason = partial("{:,} x {:,} ({}) has more than 2^58 elements: no tensor has so many".format, m.hidden, width, name)
+        reason = partial("{:,} x {:,} ({}) is more than 2^58 elements, too many for a tensor".format, m.hidden, width, name)
         yield Rule(m.hidden * width > MOST_ELEMENTS, "model.hidden", (name,), reason)
     yield Rule(train.global_batch * train.seq_len > MOST_TOKENS, "train.global_batch", ("train.seq_len",), lambda: (
-        f"{train.global_batch:,} x train.seq_len = {train.seq_len:,} are more than 2^48 tokens a step, and nobody has as many"
+        f"{train.global_batch:,} x train.seq_len = {train.seq_len:,} is more than 2^48 tokens per step; use fewer"
     ))
 
 
 def _cluster_rules(run: Run) -> Iterator[Rule]:
     for name in ("hbm_gbs", "intra_gbs", "inter_gbs", "power_w"):
-        reason = partial("{:g} is too small to be true; 0 stands for what is usual".format, getattr(run.cluster, name))
+        reason = partial("{:g} is too small; use 0 for the usual value".format, getattr(run.cluster, name))
         yield Rule(0 < getattr(run.cluster, name) < 1e-3, f"cluster.{name}", (), reason)
 
 
@@ -206,9 +206,9 @@ def _expert_rules(run: Run) -> Iterator[Rule]:
         others = ("model.experts", "model.router_groups", "model.router_top_groups")
         each = m.experts // groups
         yield Rule(chosen > m.router_top_groups * each, "model.experts_per_token", others,
-                   lambda: f"{chosen} experts cannot be chosen from {m.router_top_groups} groups of {each}")
+                   lambda: f"{chosen} is more than the {m.router_top_groups} x {each} experts in model.router_top_groups groups")
     yield Rule(m.activation != "swiglu" or m.bias == "all", "model.experts", ("model.activation", "model.bias"),
-               lambda: "experts are swiglu layers without biases")
+               lambda: "experts need activation = swiglu and bias = none or qkv")
 
 
 def layout_rules(run: Run) -> Iterator[Rule]:
@@ -228,12 +228,12 @@ def layout_rules(run: Run) -> Iterator[Rule]:
     if train.cuda_graph is True:
         others = ("train.dtype", "train.device", "layout.offload")
         yield Rule((lay.world > 1) | bool(must_launch(alone, gpu=gpu)), "train.cuda_graph", others,
-                   lambda: f"these steps can't be replayed: {must_launch(run, gpu=gpu)}; use auto")
+                   lambda: f"these steps cannot be recorded as a CUDA graph: {must_launch(run, gpu=gpu)}; use auto")
     if train.tune_products is True:
         yield Rule((lay.world > 1) | (not tunes_gemms(alone, gpu=gpu)), "train.tune_products", ("train.dtype", "train.device"),
-                   lambda: "finds algorithms for one GPU that computes in 16 bits; use auto")
+                   lambda: "works only on one GPU in 16 bits; use auto")
     yield Rule(lay.offload and not gpu, "layout.offload", ("train.device",),
-               lambda: "moves things from a GPU to the CPU; on a CPU they are there already")
+               lambda: "keeps a GPU's state in CPU memory; without a GPU turn it off")
     if m.experts:
         yield Rule(m.experts % lay.expert > 0, "layout.expert", ("model.experts",), lambda: (
             f"{lay.expert} does not divide model.experts = {m.experts}: each rank holds whole experts; "
@@ -257,8 +257,8 @@ def serving_rules(run: Run) -> Iterator[Rule]:
     yield head_rule(run)
     data, ranks = lay.shard * lay.context, lay.shard * lay.context * lay.tensor
     yield Rule(lay.expert % data > 0, "layout.shard" if lay.shard > 1 else "layout.context", ("layout.expert",), lambda: (
-        f"a server has more ranks of shard x context ({data}) only to hold other experts, and layout.expert = {lay.expert} is no "
-        "multiple of them; layout.tensor cuts matrices, layout.replicate makes more engines"
+        f"in serving, shard x context ({data}) only splits experts, and layout.expert = {lay.expert} is not a multiple of it; use "
+        "layout.tensor to split matrices, layout.replicate for more engines"
     ))
     if not m.experts:
         yield Rule(lay.expert > 1, "layout.expert", ("model.experts",),
@@ -269,16 +269,16 @@ def serving_rules(run: Run) -> Iterator[Rule]:
     ))
     uneven = ranks % lay.expert > 0
     yield Rule(uneven, "layout.expert", ("layout.shard", "layout.context", "layout.tensor"), lambda: (
-        f"{lay.expert} does not divide layout.shard x layout.context x layout.tensor = {ranks}: experts are dealt out over those "
+        f"{lay.expert} does not divide layout.shard x layout.context x layout.tensor = {ranks}: experts are split over those "
         f"ranks and add none; layout.tensor = {lay.expert} would do"
     ))
     yield Rule(run.serve.invariant and lay.expert < ranks, "layout.expert", ("serve.invariant",), lambda: (
-        f"{lay.expert} cuts the columns of each expert over some of {ranks} ranks, and serve.invariant takes whole ones; "
-        f"layout.expert = {ranks} deals them out whole"
+        f"{lay.expert} splits each expert over several of {ranks} ranks, and serve.invariant needs whole experts; "
+        f"layout.expert = {ranks} would do"
     ))
     columns = max(1, ranks // lay.expert)
     yield Rule(not uneven and m.expert_ffn % columns > 0, "layout.expert", ("layout.tensor", "model.expert_ffn"), lambda: (
-        f"{columns} ranks for each expert do not divide model.expert_ffn = {m.expert_ffn}; layout.expert = {ranks} leaves them "
+        f"{columns} ranks per expert do not divide model.expert_ffn = {m.expert_ffn}; layout.expert = {ranks} keeps experts "
         "whole"
     ))
 
@@ -292,12 +292,12 @@ def _tensor_rules(run: Run) -> Iterator[Rule]:
         yield Rule(m.expert_ffn % t > 0, "layout.expert_tensor", ("layout.tensor", "model.expert_ffn"),
                    lambda: f"layout.tensor = {t} does not divide model.expert_ffn = {m.expert_ffn}")
     yield Rule((t > 1) & (length % (t * c) > 0), "train.seq_len", ("layout.tensor", "layout.context"), lambda: (
-        f"{length} is not a multiple of layout.tensor x layout.context = {t * c}: between the matrices each rank keeps an equal "
+        f"{length} is not a multiple of layout.tensor x layout.context = {t * c}: between the matrices each rank holds an equal "
         f"slice of the sequence"
     ))
     yield Rule((c > 1) & (length % (2 * c) > 0), "train.seq_len", ("layout.context",), lambda: (
         f"{length} is not a multiple of 2 x layout.context = {2 * c}: each rank takes one slice from the front and one from the "
-        f"back, so that causal work is even"
+        f"back, to balance causal attention"
     ))
 
 
@@ -326,8 +326,8 @@ def _stage_rules(run: Run) -> Iterator[Rule]:
     m, lay = run.model, run.layout
     stages = lay.distinct_stages
     yield Rule(stages > m.layers + 2, "layout.pipeline", ("model.layers", "layout.schedule", "layout.chunks"), lambda: (
-        f"{lay.pipeline} ranks with {stages // lay.pipeline} stages each for model.layers = {m.layers}: each stage but the first "
-        f"and the last, which have the embedding and the head, needs at least one layer"
+        f"{lay.pipeline} ranks with {stages // lay.pipeline} stages each are too many for model.layers = {m.layers}: each stage "
+        f"needs a layer, except the first (embedding) and the last (head)"
     ))
     if lay.stages:
         none = min(lay.stages) < 0 or min(lay.stages[1:-1], default=1) < 1
@@ -347,8 +347,8 @@ def _pipeline_rules(run: Run) -> Iterator[Rule]:
     if lay.context_method == "ulysses":
         others = ("layout.tensor", "model.heads", "layout.context_method")
         yield Rule((c > 1) & (m.heads % (t * c) > 0), "layout.context", others, lambda: (
-            f"model.heads = {m.heads} is not a multiple of layout.tensor x layout.context = {t * c}: ulysses deals whole heads "
-            f"out; ring and gather do not"
+            f"model.heads = {m.heads} is not a multiple of layout.tensor x layout.context = {t * c}: ulysses needs whole "
+            f"heads per rank; ring and gather do not"
         ))
 
 

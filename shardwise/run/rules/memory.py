@@ -14,22 +14,22 @@ from shardwise.run.rules.rule import Rule
 def _saved_rules(run: Run, where: str) -> Iterator[Rule]:
     """What every other form of saved tensors asks of the rest."""
     yield Rule(run.train.compile is True, where, ("train.compile",),
-               lambda: "is of tensors that compiled layers do not show; leave train.compile at auto")
+               lambda: "does not support compiled layers; leave train.compile at auto")
     yield Rule(run.train.fp8 != "none", where, ("train.fp8",),
-               lambda: "is of inputs as they are, and train.fp8 saves them in 8 bits already")
+               lambda: "does not go with train.fp8, which already saves inputs in 8 bits")
     yield Rule(run.adapter.used, where, ("adapter.kind",),
-               lambda: "is of what full training saves; an adapter leaves most of that out")
+               lambda: "is for full training; with adapters there is little to save")
 
 
 def _bits_rules(run: Run) -> Iterator[Rule]:
     """What `memory.activation_bits` asks of the rest."""
     where = "memory.activation_bits"
     yield Rule(run.layout.recompute != "none", where, ("layout.recompute",), lambda: (
-        f'is of what layers save, and layout.recompute = "{run.layout.recompute}" saves little of it; use one of the two'
+        f'is for what layers save, but layout.recompute = "{run.layout.recompute}" saves little of it; use one of the two'
     ))
     yield from _saved_rules(run, where)
     yield Rule(splits_backward(run), where, ("layout.schedule",), lambda: (
-        f"is unpacked for a layer's backward pass, and {run.layout.schedule} would keep that for its deferred weight gradients"
+        f"does not go with {run.layout.schedule}, which would keep the unpacked tensors for its deferred weight gradients"
     ))
 
 
@@ -37,16 +37,16 @@ def _swap_rules(run: Run) -> Iterator[Rule]:
     """What `memory.activations` asks of the rest."""
     where = "memory.activations"
     yield Rule(run.memory.activations == "disk" and not run.memory.folder, "memory.folder", (where,),
-               lambda: "is where saved activations go with memory.activations = disk: name a folder on a fast disk")
+               lambda: "memory.activations = disk needs a folder on a fast disk for saved activations")
     yield Rule(run.layout.recompute not in ("none", "optimal"), where, ("layout.recompute",), lambda: (
-        f'is of what layers save, and layout.recompute = "{run.layout.recompute}" saves little of it; use "optimal", which '
+        f'is for what layers save, but layout.recompute = "{run.layout.recompute}" saves little of it; use "optimal", which '
         "chooses for each tensor"
     ))
     yield Rule(run.memory.activation_bits > 0, where, ("memory.activation_bits",),
-               lambda: "takes tensors as they are; use one of the two")
+               lambda: "does not go with memory.activation_bits; use one of the two")
     yield from _saved_rules(run, where)
     yield Rule(splits_backward(run), where, ("layout.schedule",), lambda: (
-        f"comes back for a layer's backward pass, and {run.layout.schedule} would keep it for its deferred weight gradients"
+        f"does not go with {run.layout.schedule}, which would keep the tensors on the device for its deferred weight gradients"
     ))
 
 
@@ -54,16 +54,16 @@ def _lossless_rules(run: Run) -> Iterator[Rule]:
     """What `memory.lossless` asks of the rest."""
     where, m = "memory.lossless", run.model
     yield Rule(m.activation != "relu2", where, ("model.activation",), lambda: (
-        f"is of what is saved twice, and with model.activation = {m.activation} nothing is; relu2 saves a ReLU and its square"
+        f"is for model.activation = relu2, which saves a ReLU and its square; {m.activation} saves nothing twice"
     ))
     yield Rule(run.layout.recompute != "none", where, ("layout.recompute",), lambda: (
-        f'is of what layers save, and layout.recompute = "{run.layout.recompute}" saves little of it; use one of the two'
+        f'is for what layers save, but layout.recompute = "{run.layout.recompute}" saves little of it; use one of the two'
     ))
     yield Rule(run.memory.swaps or run.memory.activation_bits > 0, where, ("memory.activations", "memory.activation_bits"),
-               lambda: "is of tensors that stay as they are; use one of the two")
+               lambda: "does not go with memory.activations and memory.activation_bits; use one of them")
     yield from _saved_rules(run, where)
     yield Rule(splits_backward(run) or run.layout.schedule == "bpipe", where, ("layout.schedule",), lambda: (
-        f"makes a square for a layer's backward pass, and {run.layout.schedule} would keep it for longer; use 1f1b"
+        f"computes the square again for the backward pass, and {run.layout.schedule} would keep it longer; use 1f1b"
     ))
 
 
@@ -80,20 +80,20 @@ def memory_rules(run: Run) -> Iterator[Rule]:
         return
     where = "memory.optimizer"
     yield Rule(run.memory.on_disk and not run.memory.folder, "memory.folder", (where,),
-               lambda: "is where the moments go with memory.optimizer = disk: name a folder on a fast disk")
+               lambda: "memory.optimizer = disk needs a folder on a fast disk for the moments")
     yield Rule(lay.world > 1, where, ("layout.shard", "layout.replicate"), lambda: (
-        f"the host updates what one device holds, and the layout has {lay.world} ranks; layout.offload shards over them, with "
-        "parameters, gradients and optimizer in the hosts' memory"
+        f"works for one device, and the layout has {lay.world} ranks; use layout.offload, which shards parameters, gradients and "
+        "optimizer state over the hosts' memory"
     ))
     yield Rule(lay.offload, where, ("layout.offload",),
-               lambda: "layout.offload has the optimizer in the host's memory already, with the parameters; set one of the two")
+               lambda: "layout.offload already keeps the optimizer state in host memory; use one of the two")
     yield Rule(train.optimizer != "adamw", where, ("train.optimizer",),
-               lambda: f"the host's threads update by adamw; {train.optimizer} multiplies matrices, which is the device's work")
+               lambda: f"the host updates only with adamw, not with {train.optimizer}")
     yield Rule(run.adapter.used, where, ("adapter.kind",),
-               lambda: "adapters have little to update, and nothing of what is frozen; leave it at device")
+               lambda: "adapters have little optimizer state; use device")
     yield Rule(train.fp8 != "none", where, ("train.fp8",),
-               lambda: "fp8 GEMMs quantise from parameters in high precision, which the device then does not hold")
+               lambda: "fp8 GEMMs need the high-precision parameters on the device; use one of the two")
     yield Rule(train.recheck_every > 0, where, ("train.recheck_every",),
-               lambda: "gradients that are computed twice are compared on the device, and here they leave it as they are made")
+               lambda: "train.recheck_every compares gradients on the device, and here they leave it at once; set it to 0")
     yield Rule(run.objective.kind == "grpo", where, ("objective.kind",),
-               lambda: "an engine that answers with the trainer's weights would read them while they are updated")
+               lambda: "does not go with grpo: its engine would read weights during their update; use device")

@@ -15,10 +15,10 @@ def _optimal_rules(run: Run) -> Iterator[Rule]:
     """What making single tensors again asks of the rest."""
     chosen = ("layout.recompute",)
     yield Rule(run.train.fp8 != "none", "train.fp8", chosen, lambda: (
-        'saves inputs of matrices in another form than layout.recompute = "optimal" rematerializes; use "budget"'
+        'fp8 does not go with layout.recompute = "optimal", which recomputes 16-bit inputs; use "budget"'
     ))
     yield Rule(run.adapter.used, "adapter.kind", chosen, lambda: (
-        'saves what layout.recompute = "optimal" does not know; use "budget"'
+        'adapters do not go with layout.recompute = "optimal"; use "budget"'
     ))
     yield Rule(splits_backward(run), "layout.schedule", chosen, lambda: (
         f'{run.layout.schedule} keeps inputs for its deferred weight gradients, which layout.recompute = "optimal" would drop; use '
@@ -31,20 +31,20 @@ def recompute_rules(run: Run) -> Iterator[Rule]:
     lay, mode, parts = run.layout, run.layout.recompute, run.layout.recompute_operations
     wrong = (mode == "operations") != bool(parts) or any(word not in ("attention", "norm", "ffn") for word in parts)
     yield Rule(wrong, "layout.recompute_operations", ("layout.recompute",), lambda: (
-        'names parts of a layer ("attention", "norm", "ffn") when layout.recompute is "operations", and nothing otherwise'
+        'must name parts of a layer ("attention", "norm", "ffn") if layout.recompute is "operations", and be empty otherwise'
     ))
     alone = lay.async_tensor and mode == "operations" and "ffn" in parts
     yield Rule(alone, "layout.async_tensor", ("layout.recompute", "layout.recompute_operations"), lambda: (
-        'gathers the sequence outside of the feed-forward layer, which recompute_operations = "ffn" recomputes alone; use '
+        'does not go with recompute_operations = "ffn": it gathers the sequence outside of the feed-forward layer; use '
         'recompute = "full", or leave "ffn" out'
     ))
     yield Rule(run.train.compile is True and mode in REPEATS_PARTS, "train.compile", ("layout.recompute",), lambda: (
-        f'compiles whole layers, and layout.recompute = "{mode}" recomputes a part of one; use "full" or "none"'
+        f'compiles whole layers, but layout.recompute = "{mode}" recomputes parts of a layer; use "full" or "none"'
     ))
     yield Rule(splits_backward(run) & (run.train.compile is True), "train.compile", ("layout.schedule",), lambda: (
-        f'compiles whole layers, and layout.schedule = "{lay.schedule}" defers their weight gradients; use another schedule'
+        f'compiles whole layers, but layout.schedule = "{lay.schedule}" defers their weight gradients; use another schedule'
     ))
     yield Rule((mode in ("budget", "optimal")) != (lay.recompute_budget > 0), "layout.recompute_budget", ("layout.recompute",),
-               lambda: 'is above 0 when layout.recompute is "budget" or "optimal", and 0 otherwise')
+               lambda: 'must be above 0 if layout.recompute is "budget" or "optimal", and 0 otherwise')
     if mode == "optimal":
         yield from _optimal_rules(run)

@@ -27,13 +27,13 @@ def sample_rules(run: Run) -> Iterator[Rule]:
         return
     yield Rule((lay.tensor > 1) | (lay.pipeline > 1) | (lay.context > 1), "train.samples",
                ("layout.tensor", "layout.pipeline", "layout.context"), lambda: (
-        "is for layouts of replicate, shard and expert, where one pass goes through the whole network; elsewhere set it to 0, and "
-        "`shardwise generate` continues texts with a checkpoint"
+        "works only without tensor, pipeline and context parallelism; set it to 0, and use `shardwise generate` with a "
+        "checkpoint"
     ))
     yield Rule(run.objective.kind not in SAMPLED or run.model.scores, "train.samples", ("objective.kind",),
-               lambda: f"continues texts of the validation set, which a run of objective.kind = {run.objective.kind} does not have")
+               lambda: f"continues texts of the validation set; objective.kind = {run.objective.kind} has none; set it to 0")
     yield Rule(not train.eval_every, "train.samples", ("train.eval_every",),
-               lambda: "are written at evaluations, and train.eval_every is 0")
+               lambda: "are written at evaluations, but train.eval_every is 0")
     yield Rule(prompt_tokens(run) + train.sample_tokens > train.seq_len, "train.sample_tokens", ("train.seq_len",), lambda: (
-        f"{train.sample_tokens} and the {prompt_tokens(run)} of a prompt are more than train.seq_len = {train.seq_len}"
+        f"{train.sample_tokens} plus {prompt_tokens(run)} tokens of prompt is more than train.seq_len = {train.seq_len}"
     ))

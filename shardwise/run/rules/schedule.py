@@ -27,16 +27,15 @@ def _bidirectional_rules(run: Run) -> Iterator[Rule]:
     lay, train, name = run.layout, run.train, run.layout.schedule
     several = lay.pipeline > 1
     yield Rule(several & (lay.pipeline % 2 > 0), "layout.pipeline", ("layout.schedule",), lambda: (
-        f"{name} lets microbatches enter at both ends, so that two ranks hold the same stages: {lay.pipeline} must be an even "
-        f"number"
+        f"{name} holds each stage on two ranks, so the number of ranks must be even; it is {lay.pipeline}"
     ))
     count = train.global_batch // (train.microbatch * lay.data_ranks)
     yield Rule(several & (count % 2 > 0), "layout.schedule",
                ("train.global_batch", "train.microbatch", "layout.replicate", "layout.shard"), lambda: (
-        f"{name} sends half of the microbatches each way, and a step has {count}: it must be an even number"
+        f"{name} sends half of the microbatches each way, so a step needs an even number; it has {count}"
     ))
     yield Rule(several & lay.offload, "layout.schedule", ("layout.offload",), lambda: (
-        f"{name} adds gradients of two ranks on their devices, and layout.offload keeps them on the host; use 1f1b or dualpipe-v"
+        f"{name} adds gradients of two ranks on the device, but layout.offload keeps them on the host; use 1f1b or dualpipe-v"
     ))
 
 
@@ -46,22 +45,22 @@ def _asynchronous_rules(run: Run) -> Iterator[Rule]:
     batch = train.global_batch // (train.microbatch * lay.data_ranks)
     yield Rule((name == "pipedream-2bw") & several & (batch < lay.pipeline), "layout.schedule",
                ("train.global_batch", "train.microbatch", "layout.pipeline"), lambda: (
-        f"pipedream-2bw has two versions of weights, which suffice from as many microbatches a step as ranks: {batch} are fewer "
-        f"than layout.pipeline = {lay.pipeline}; pipedream keeps more versions"
+        f"pipedream-2bw needs at least as many microbatches per step as layout.pipeline = {lay.pipeline}, and there are {batch}; "
+        f"pipedream needs fewer"
     ))
     refused = (
-        ("train.clip", train.clip > 0, "clips by the norm over all stages, which are never at the same step; set it to 0"),
-        ("train.guard", train.guard in ("skip", "rollback"), "judges a step before it is updated; use stop or none"),
-        ("train.recheck_every", train.recheck_every > 0, "computes the same step twice; set it to 0"),
-        ("train.dtype", train.dtype == "float16", "float16 skips updates that overflow on any stage; use bfloat16"),
-        ("model.tied_embeddings", m.tied_embeddings, "a tied embedding has two copies, on stages that update at different times"),
-        ("model.experts", m.experts > 0, "balances experts over a step of all stages"),
-        ("objective.kind", facts_of(run.objective).reference > 0, "compares with a reference that all stages are at"),
-        ("memory.optimizer", run.memory.hosts_optimizer, "updates on the host behind the passes of one rank"),
-        ("layout.offload", lay.offload, "keeps one version of the weights on the host"),
-        ("layout.compress", lay.compress != "none", "exchanges gradients behind a step of all stages"),
-        ("layout.sync_every", lay.sync_every > 1, "exchanges weights behind a step of all stages"),
-        ("layout.secondary_shard", lay.secondary_shard > 1, "keeps what a pass gathered for others, which use other versions"),
+        ("train.clip", train.clip > 0, "clipping needs the norm over all stages, which are never at the same step; set it to 0"),
+        ("train.guard", train.guard in ("skip", "rollback"), "it judges a step before the update; use stop or none"),
+        ("train.recheck_every", train.recheck_every > 0, "it computes a step twice; set it to 0"),
+        ("train.dtype", train.dtype == "float16", "float16 must skip an update on all stages if one overflows; use bfloat16"),
+        ("model.tied_embeddings", m.tied_embeddings, "a tied embedding has copies on stages that update at different times"),
+        ("model.experts", m.experts > 0, "expert balancing needs all stages at the same step"),
+        ("objective.kind", facts_of(run.objective).reference > 0, "a reference model needs all stages at the same step"),
+        ("memory.optimizer", run.memory.hosts_optimizer, "the host updates after the passes of one rank"),
+        ("layout.offload", lay.offload, "it keeps only one version of the weights"),
+        ("layout.compress", lay.compress != "none", "it needs all stages at the same step"),
+        ("layout.sync_every", lay.sync_every > 1, "it needs all stages at the same step"),
+        ("layout.secondary_shard", lay.secondary_shard > 1, "it reuses gathered weights for passes that need other versions"),
     )
     for key, wrong, why in refused:
         yield Rule(several & bool(wrong), "layout.schedule", (key,), partial("{} does not go with {}: {}".format, name, key, why))
@@ -75,4 +74,4 @@ def _bpipe_rules(run: Run) -> Iterator[Rule]:
         (run.memory.activation_bits > 0, "memory.activation_bits"),
     ):
         yield Rule(several & used, "layout.schedule", (key,),
-                   partial("bpipe hands over what autograd saves, and {} keeps some of that otherwise; use 1f1b".format, key))
+                   partial("bpipe moves the tensors that autograd saves, and {} stores some differently; use 1f1b".format, key))

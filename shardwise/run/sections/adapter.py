@@ -17,17 +17,17 @@ class AdapterConfig:
 
     kind: Literal["none", "lora", "dora", "qlora"] = key(
         "none",
-        "none: all parameters are trained; lora: adapters alone; dora: and the length of each row of a matrix; qlora: adapters "
-        "beside matrices kept in 4 bits",
+        "none: train all parameters; lora: train only adapters; dora: adapters and the norm of each matrix row; qlora: adapters, "
+        "with the frozen matrices in 4 bits",
     )
     rank: int = key(16, "rank of an adapter", least=1)
-    alpha: float = key(32.0, "an adapter's output is multiplied by alpha / rank", above=0)
-    dropout: float = key(0.0, "share of an adapter's input that is dropped while it is trained", least=0, most=0.95)
+    alpha: float = key(32.0, "scale: an adapter's output is multiplied by alpha / rank", above=0)
+    dropout: float = key(0.0, "dropout rate on an adapter's input during training", least=0, most=0.95)
     targets: tuple[str, ...] = key(
-        ("all",), 'matrices that have an adapter, by the last word of their names ("q", "down"), or "all"'
+        ("all",), 'matrices that get an adapter, by the last part of their name ("q", "down"), or "all"'
     )
-    rank_stabilized: bool = key(False, "multiply by alpha / sqrt(rank) instead (rsLoRA)")
-    double_quantization: bool = key(True, "qlora: keep the scales of the blocks of 4-bit weights in 8 bits")
+    rank_stabilized: bool = key(False, "scale by alpha / sqrt(rank) instead (rsLoRA)")
+    double_quantization: bool = key(True, "qlora: store the scales of the 4-bit blocks in 8 bits")
 
     @property
     def used(self) -> bool:

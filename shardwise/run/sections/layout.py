@@ -14,113 +14,121 @@ from shardwise.run.sections.declare import key
 class LayoutConfig:
     """How the run is spread over ranks. World size = replicate x shard x context x tensor x pipeline."""
 
-    replicate: int = key(1, "data-parallel replicas that hold everything (DDP)", least=1)
-    shard: int = key(1, "data-parallel ranks that parameters, gradients and optimizer are sharded over (ZeRO)", least=1)
-    context: int = key(1, "ranks a sequence is cut over", least=1)
-    tensor: int = key(1, "ranks each matrix is cut over", least=1)
-    pipeline: int = key(1, "stages the layers are cut into", least=1)
+    replicate: int = key(1, "data-parallel replicas; each holds the whole model (DDP)", least=1)
+    shard: int = key(
+        1, "data-parallel ranks that share parameters, gradients and optimizer state in shards (ZeRO)", least=1
+    )
+    context: int = key(1, "ranks that split each sequence", least=1)
+    tensor: int = key(1, "ranks that split each matrix", least=1)
+    pipeline: int = key(1, "ranks that split the layers into stages", least=1)
     expert: int = key(
         1,
-        "ranks the experts are spread over; regroups shard x context (of a server tensor too), adds no ranks",
+        "ranks that split the experts; it regroups shard x context (in serving also tensor) and adds no ranks",
         least=1,
     )
     zero: Literal[1, 2, 3] = key(
-        3, "what is sharded over shard x context ranks: 1 optimizer, 2 and gradients, 3 and parameters"
+        3, "what is sharded over shard x context: 1: optimizer state; 2: also gradients; 3: also parameters"
     )
-    prefetch: int = key(1, "ZeRO: layers whose parameters are gathered ahead of their use", least=1)
+    prefetch: int = key(1, "ZeRO: how many layers ahead parameters are gathered", least=1)
     secondary_shard: int = key(
         1,
-        "ZeRO-3: ranks over which the layers of a forward pass stay sharded until its backward pass, which then gathers from these "
-        "alone (ZeRO++'s hpZ: those of a machine); 1: over all",
+        "ZeRO-3: after the forward pass keep a second copy of the parameters, sharded over this many ranks; the backward pass "
+        "gathers from it (hpZ of ZeRO++: the GPUs of a machine); 1: gather from all ranks again",
         least=1,
     )
-    offload: bool = key(False, "ZeRO: keep parameters, gradients and optimizer in the CPU's memory; GPUs only")
+    offload: bool = key(False, "ZeRO: keep parameters, gradients and optimizer state in CPU memory; GPUs only")
     context_method: Literal["ring", "ulysses", "gather"] = key(
-        "ring", "how attention sees the other ranks' part of a sequence"
+        "ring", "how attention reaches the parts of a sequence on other ranks"
     )
-    async_tensor: bool = key(False, "overlap tensor collectives with the GEMMs beside them, in chunks")
-    expert_tensor: bool = key(False, "cut each expert's width over the tensor ranks too")
+    async_tensor: bool = key(False, "overlap tensor collectives with the GEMMs next to them, in chunks")
+    expert_tensor: bool = key(False, "also split each expert over the tensor ranks")
     schedule: Literal[
         "gpipe", "1f1b", "bpipe", "interleaved", "breadth-first", "zb-h1", "zb-2p", "zb-v", "dualpipe-v", "dualpipe",
         "pipedream", "pipedream-2bw"
-    ] = key("1f1b", "order of the pipeline's microbatches; the last two use weights from before the last updates")  # fmt: skip
-    chunks: int = key(2, "interleaved, breadth-first: stages on each pipeline rank (the V-shaped ones have 2)", least=1)
+    ] = key("1f1b", "order of the pipeline's forward and backward passes; the pipedream schedules use stale weights")  # fmt: skip
+    chunks: int = key(
+        2, "interleaved, breadth-first: stages per pipeline rank (V-shaped schedules always have 2)", least=1
+    )
     stages: tuple[int, ...] = key(
-        (), "layers of each pipeline stage; the first and last may have 0. Empty: balanced by their work"
+        (), "layers of each pipeline stage; the first and the last may have 0; empty: balanced by work"
     )
     recompute: Literal["none", "attention", "full", "operations", "budget", "optimal"] = key(
-        "none", "what is recomputed in the backward pass instead of saved (activation checkpointing)"
+        "none", "what the backward pass recomputes instead of saving it (activation checkpointing)"
     )
-    recompute_every: int = key(1, "attention, full, operations: every how many layers", least=1)
+    recompute_every: int = key(1, "attention, full, operations: recompute in every n-th layer", least=1)
     recompute_operations: tuple[str, ...] = key(
-        (), 'operations: parts of a layer to recompute, of "attention", "norm", "ffn"'
+        (), 'operations: the parts of a layer to recompute: "attention", "norm", "ffn"'
     )
     recompute_budget: float = key(
-        0.0, "budget, optimal: GiB that the layers of a rank may save of a microbatch", least=0
+        0.0, "budget, optimal: GiB that the layers of a rank may save per microbatch", least=0
     )
 
     compress: Literal["none", "int8", "fp8", "int4", "onebit", "powersgd", "topk"] = key(
         "none",
-        "how gradients travel between replicas: in 8 or 4 bits, as signs of Adam's momentum (1-bit Adam), as two factors of low "
-        "rank (PowerSGD), or the largest alone (top-k, as Deep Gradient Compression); the last three keep what was not sent",
+        "compress gradients between replicas: to 8 or 4 bits, to the signs of Adam's momentum (onebit: 1-bit Adam), to two "
+        "low-rank factors (powersgd), or to the largest values (topk: Deep Gradient Compression); the last three feed errors back",
     )
     compress_warmup: int = key(
         0,
-        "compress, sync_every: first steps in which gradients travel as they are, in every step; onebit needs some",
+        "compress, sync_every: first steps that exchange uncompressed gradients in every step; onebit needs some",
         least=0,
     )
     compress_rank: int = key(4, "powersgd: rank of the factors", least=1)
-    compress_density: float = key(0.01, "topk: share of the gradients that is sent", above=0, most=1)
+    compress_density: float = key(0.01, "topk: share of the gradients to send", above=0, most=1)
     compress_momentum: float = key(
         0.0,
-        "topk: momentum of what is accumulated before it is sent (momentum correction); 0: plain sums",
+        "topk: momentum of the gradients that wait to be sent (momentum correction); 0: plain sums",
         least=0,
         most=0.99,
     )
 
     compress_frozen: bool = key(
         False,
-        "powersgd, topk: behind the warm-up Adam's second moment stands still and nothing is clipped, as onebit has it: what was "
-        "kept back then counts as much when it comes late",
+        "powersgd, topk: after the warm-up, freeze Adam's second moment and do not clip, as onebit does; gradients that arrive "
+        "late then count as much as others",
     )
 
     compress_weights: Literal["none", "int8", "fp8", "int4"] = key(
-        "none", "how parameters travel between shards as they are gathered (ZeRO++: int8)"
+        "none", "compress parameters when they are gathered from shards (ZeRO++: int8)"
     )
     compress_shards: Literal["none", "int8", "fp8", "int4"] = key(
-        "none", "how gradients travel between shards as they are reduced (ZeRO++: int4)"
+        "none", "compress gradients when they are reduced to shards (ZeRO++: int4)"
     )
     sync_every: int = key(
         1,
-        "steps that replicas train by themselves between two exchanges of what they learned (local SGD, DiLoCo); 1: gradients in "
-        "every step",
+        "steps that each replica trains alone between two exchanges of weights (local SGD, DiLoCo); 1: exchange gradients in every "
+        "step",
         least=1,
     )
     outer_optimizer: Literal["average", "nesterov"] = key(
         "nesterov",
-        "sync_every: how the replicas' mean change is applied: as it is (local SGD), or by Nesterov (DiLoCo)",
+        "sync_every: apply the replicas' mean change as it is (average: local SGD), or with Nesterov momentum (DiLoCo)",
     )
     outer_lr: float = key(0.7, "outer_optimizer = nesterov: its learning rate", above=0)
     outer_momentum: float = key(0.9, "outer_optimizer = nesterov: its momentum", least=0, most=0.99)
     sync_fragments: int = key(
         1,
-        "sync_every: parts of the network, layers in turn, that are exchanged at different steps (Streaming DiLoCo)",
+        "sync_every: parts of the network that are exchanged at different steps (Streaming DiLoCo)",
         least=1,
     )
     sync_overlap: int = key(
-        0, "sync_every: steps that an exchange may take while training goes on; what arrives is mixed in", least=0
+        0,
+        "sync_every: steps of training that overlap an exchange; its result is mixed into the weights when it arrives",
+        least=0,
     )
-    sync_mix: float = key(0.5, "sync_overlap: share of the replica's own weights in that mixture", least=0, most=1)
+    sync_mix: float = key(0.5, "sync_overlap: share of the replica's own weights in the mix", least=0, most=1)
     sync_elastic: bool = key(
         False,
-        "sync_every: replicas may come and go; one that dies is left out of the exchanges, and rejoins with the state of another",
+        "sync_every: replicas may leave and join; the others go on without a dead replica, which rejoins with another's state",
     )
 
     auto: bool = key(
         False,
-        'search for the best layout on the cluster\'s devices; `layout = "auto"` says the same, nothing else fixed',
+        'search for the best layout on the cluster; `layout = "auto"` does the same with every key of the layout free',
     )
-    fixed: tuple[str, ...] = key((), "auto: keys of this section that the search leaves alone; empty: those given")
+    fixed: tuple[str, ...] = key(
+        (), "auto: keys of this section that the search does not change; empty: all keys that are given"
+    )
 
     @property
     def replicas_apart(self) -> bool:

@@ -14,32 +14,31 @@ class MemoryConfig:
 
     optimizer: Literal["device", "host", "disk"] = key(
         "device",
-        "where AdamW's moments and the parameters in high precision are stored and updated; host: in the CPU's memory, by its "
-        "threads, and the device holds the layers' matrices in the dtype of the arithmetic; disk: the same, with the moments in "
-        "files of memory.folder",
+        "where AdamW's moments and the high-precision parameters are stored and updated; host: in CPU memory, by CPU threads, "
+        "while the device holds the layers' matrices in train.dtype; disk: the same, with the moments in files in memory.folder",
     )
     activations: Literal["device", "host", "disk"] = key(
         "device",
-        "where what layers save waits for the backward pass; host, disk: elsewhere, all of it, or with layout.recompute = optimal "
-        "what the planner chooses",
+        "where saved activations wait for the backward pass; host and disk take all of them, or with layout.recompute = optimal "
+        "those that the planner chooses",
     )
     activation_bits: Literal[0, 8, 4, 2] = key(
         0,
-        "bits of what layers save for the backward pass, in groups with a range and rounded at random (ActNN); 0: as it is",
+        "bits per saved activation: quantized in groups, with stochastic rounding (ActNN); 0: not quantized",
     )
     lossless: bool = key(
         False,
-        "save what other saved tensors give bit for bit no second time (Gist): of a squared ReLU its root alone",
+        "do not save a tensor that another saved tensor gives bit for bit (Gist): for squared ReLU, save only the ReLU",
     )
     folder: str = key(
         "",
-        "optimizer, activations = disk: an existing folder on a fast disk of the machine; its files are the run's while it trains",
+        "disk: an existing folder on a fast local disk; the run owns the files in it while it trains",
     )
-    host_threads: int = key(0, "host: threads that update; 0: as many as the process has cores", least=0)
+    host_threads: int = key(0, "host: CPU threads that update the parameters; 0: one per core", least=0)
     update_gbs: float = key(
         0.0,
-        "host: GB/s that these threads read and write while they update, for the plan; 0: as `shardwise bench` measured in "
-        "cluster.profile, or as many as the device's link to its host has",
+        "host: GB/s that these threads read and write during the update, for the plan; 0: as `shardwise bench` measured "
+        "(cluster.profile), or else the bandwidth between device and host",
         least=0,
     )
 

@@ -14,98 +14,101 @@ class ObjectiveConfig:
 
     kind: Literal["pretrain", "sft", "dpo", "kto", "orpo", "simpo", "reward", "grpo", "distill"] = key(
         "pretrain",
-        "pretrain: every next token; sft: answers; dpo, orpo, simpo: which of two answers is better; "
-        "kto: whether an answer is wanted; reward: a score of answers, from pairs; grpo: from rewards of its own answers; "
-        "distill: what another model would say",
+        "pretrain: every next token; sft: only answers; dpo, orpo, simpo: from pairs of answers; "
+        "kto: from good and bad answers; reward: a reward model, from pairs; grpo: from rewards for the model's own answers; "
+        "distill: from another model's predictions",
     )
-    loss: Literal["sigmoid", "ipo", "hinge"] = key("sigmoid", "dpo: the loss of the margin of a pair")
+    loss: Literal["sigmoid", "ipo", "hinge"] = key("sigmoid", "dpo: loss function of a pair's margin")
     beta: float = key(
-        0.1, "dpo, kto: how close to stay to the reference; orpo: weight of the odds; simpo: scale", above=0
+        0.1,
+        "dpo, kto: strength of the pull towards the reference; orpo: weight of the odds ratio; simpo: scale of the reward",
+        above=0,
     )
-    gamma: float = key(0.5, "simpo: margin between two answers that is aimed at, on the scale of beta", least=0)
+    gamma: float = key(0.5, "simpo: target margin between the two answers, on the scale of beta", least=0)
     label_smoothing: float = key(
-        0.0, "dpo (sigmoid), simpo: share of pairs taken to be the wrong way round", least=0, most=0.5
+        0.0, "dpo (sigmoid), simpo: assumed share of pairs with swapped labels", least=0, most=0.5
     )
     reference: str = key(
         "",
-        "dpo, kto: checkpoint or run folder of the model not to stray from; empty: what training begins with",
+        "dpo, kto: checkpoint or run folder of the reference model; empty: the initial weights",
     )
-    margin: float = key(0.0, "reward: by how much the score of the wanted answer is to be higher", least=0)
+    margin: float = key(0.0, "reward: target margin between the scores of the chosen and the rejected answer", least=0)
     margins: bool = key(
         False,
-        "reward, dpo (sigmoid): the wanted answer is to be ahead by the `margin` of its row, beside objective.margin",
+        "reward, dpo (sigmoid): add the `margin` of each row of data to the target margin",
     )
-    center: float = key(0.0, "reward: weight of the squared sum of both scores, which keeps them around 0", least=0)
-    desirable_weight: float = key(1.0, "kto: weight of wanted answers", least=0)
-    undesirable_weight: float = key(1.0, "kto: weight of unwanted answers", least=0)
+    center: float = key(0.0, "reward: weight of the squared sum of both scores, which centers them at 0", least=0)
+    desirable_weight: float = key(1.0, "kto: weight of good answers", least=0)
+    undesirable_weight: float = key(1.0, "kto: weight of bad answers", least=0)
     stored: bool = key(
         False,
-        "dpo, distill: the scores of the reference or the teacher are stored beside the data, by `shardwise data score`; no second "
-        "network is loaded",
+        "dpo, distill: read the scores of the reference or teacher from the data, where `shardwise data score` stored them; no "
+        "second network is loaded",
     )
 
-    teacher: str = key(
-        "", "distill: checkpoint or run folder of the model that is learned from; for a plan also the name of a preset"
-    )
+    teacher: str = key("", "distill: checkpoint or run folder of the teacher; a plan also takes the name of a preset")
     divergence: Literal["forward", "reverse"] = key(
         "forward",
-        "distill: KL divergence of the student from the teacher, which covers all that the teacher would say; or the reverse, "
-        "which keeps to what the teacher finds likely",
+        "distill: forward: KL(teacher || student), which covers everything the teacher says; reverse: KL(student || teacher), "
+        "which stays with what the teacher finds likely",
     )
     teacher_tokens: int = key(
         64,
-        "distill: the teacher's likeliest tokens that are compared one by one, all others as one; 0: every token",
+        "distill: compare this many of the teacher's likeliest tokens one by one and the rest as one; 0: every token",
         least=0,
     )
     cross_entropy: float = key(
-        0.0, "distill: weight of the cross-entropy of the data's own tokens beside the divergence", least=0
+        0.0, "distill: weight of the cross-entropy on the data's tokens, added to the divergence", least=0
     )
 
     rewards: tuple[str, ...] = key(
-        (), "grpo: functions that judge an answer, file.py:name, of (prompt, completion, row), which return a number"
+        (), "grpo: reward functions, as file.py:name; each takes (prompt, completion, row) and returns a number"
     )
-    reward_weights: tuple[float, ...] = key((), "grpo: what each reward weighs in the sum; empty: 1 each")
-    reward_seconds: float = key(10.0, "grpo: what one call of a reward may take", above=0)
-    group: int = key(8, "grpo: answers to each prompt, which are compared with each other", least=2)
+    reward_weights: tuple[float, ...] = key((), "grpo: weight of each reward in the sum; empty: 1 each")
+    reward_seconds: float = key(10.0, "grpo: time limit of one reward call, in seconds", above=0)
+    group: int = key(8, "grpo: answers per prompt; they are compared with each other", least=2)
     completion_tokens: int = key(
-        256, "grpo: tokens of an answer at most; with its prompt it fits train.seq_len", least=1
+        256, "grpo: most tokens of an answer; prompt and answer together fit in train.seq_len", least=1
     )
     temperature: float = key(
-        1.0, "grpo: of the draws; distill: by which the logits of both models are divided", above=0
+        1.0, "grpo: sampling temperature; distill: the logits of both models are divided by it", above=0
     )
-    top_p: float = key(1.0, "grpo: draw from the likeliest tokens that have this probability together", above=0, most=1)
-    top_k: int = key(0, "grpo: draw from so many of the likeliest tokens; 0: from all", least=0)
+    top_p: float = key(
+        1.0, "grpo: sample from the likeliest tokens whose probabilities add up to this", above=0, most=1
+    )
+    top_k: int = key(0, "grpo: sample from this many of the likeliest tokens; 0: from all", least=0)
     variant: Literal["grpo", "dr_grpo", "dapo"] = key(
         "grpo",
-        "grpo: advantages by the group's deviation and the mean over each answer; dr_grpo: neither; dapo: the mean over all "
-        "tokens, a higher upper clip, and groups without a difference left out",
+        "grpo: advantages divided by the group's standard deviation, loss averaged over each answer; dr_grpo: neither; dapo: loss "
+        "averaged over all tokens, a higher upper clip, and groups with equal rewards left out",
     )
-    epsilon: float = key(0.2, "grpo: how far the ratio of probabilities may leave 1 before it is clipped", above=0)
-    epsilon_high: float = key(0.0, "grpo: the same upwards; 0: 0.28 for dapo, else epsilon", least=0)
+    epsilon: float = key(0.2, "grpo: clip range of the probability ratio around 1", above=0)
+    epsilon_high: float = key(0.0, "grpo: upper clip range; 0: 0.28 for dapo, else epsilon", least=0)
     kl_beta: float = key(
-        0.0, "grpo: weight of the KL divergence from the weights that training begins with; 0: no reference", least=0
+        0.0, "grpo: weight of the KL divergence from the initial weights; 0: no reference model", least=0
     )
     filter: Literal["auto", True, False] = key(
-        "auto", "grpo: leave out groups whose answers are worth the same, and draw further prompts; auto: so for dapo"
+        "auto",
+        "grpo: leave out groups whose answers all have the same reward, and draw more prompts; auto: only for dapo",
     )
-    filter_rounds: int = key(
-        4, "grpo: how often, at most, prompts are drawn for one batch when groups are left out", least=1
-    )
+    filter_rounds: int = key(4, "filter: most rounds of prompts that are drawn for one batch", least=1)
     overlong_tokens: int = key(
-        0, "grpo: answers within so many tokens of the longest lose up to 1 of their reward (DAPO); 0: none do", least=0
+        0,
+        "grpo: an answer within this many tokens of the limit loses up to 1 of its reward (DAPO); 0: no penalty",
+        least=0,
     )
     pack: bool = key(
         False,
-        "grpo: put several answers into a row, which do not see each other, and compute as many rows as that takes",
+        "grpo: pack several answers into a row, without attention between them; a step computes only the rows it needs",
     )
-    minibatches: int = key(1, "grpo: optimizer steps that the answers of one round are divided over", least=1)
-    iterations: int = key(1, "grpo: how often each answer is learned from", least=1)
+    minibatches: int = key(1, "grpo: optimizer steps per round; each takes an equal part of the answers", least=1)
+    iterations: int = key(1, "grpo: passes over the answers of a round", least=1)
     asynchronous: bool = key(
-        False, "grpo: make the next answers while these are learned from, with weights that are one round older"
+        False, "grpo: generate the next answers during training, with weights that are one round old"
     )
     importance_cap: float = key(
         2.0,
-        "grpo: terms are weighed by the trainer's probability over that of the engine that drew the token, up to this; 0: not",
+        "grpo: cap of the importance weight, the trainer's probability of a token over the engine's; 0: no such weight",
         least=0,
     )
 
