@@ -126,6 +126,10 @@
     told();
   }
 
+  function experts(each) {
+    const first = index(at, "expert") * each;
+    return each === 1 ? "expert " + first : "experts " + first + " to " + (first + each - 1);
+  }
   // What the chosen rank holds and whom it talks to.
   function told() {
     const { plan, anatomy: { mesh } } = shown, run = plan.run, stage = index(at, "pipeline"), held = mesh.stages[stage];
@@ -136,8 +140,7 @@
       "layers " + layers + (ends ? ", " + ends : ""),
       mesh.spans.tensor[0] > 1 ? "part " + (index(at, "tensor") + 1) + " of " + mesh.spans.tensor[0] + " of each matrix" : "",
       mesh.spans.context[0] > 1 ? "part " + (index(at, "context") + 1) + " of " + mesh.spans.context[0] + " of each sequence" : "",
-      run.model.experts && mesh.spans.expert[0] > 1 ? "experts " + index(at, "expert") * run.model.experts / mesh.spans.expert[0] + " to "
-        + ((index(at, "expert") + 1) * run.model.experts / mesh.spans.expert[0] - 1) : "",
+      run.model.experts && mesh.spans.expert[0] > 1 ? experts(run.model.experts / mesh.spans.expert[0]) : "",
     ].filter(Boolean).join("; ");
     const memory = plan.memory.stages[stage], all = Object.values(memory).reduce((a, b) => a + b, 0);
     const owners = Object.entries(memory).filter((each) => each[1] > 0).toSorted((a, b) => b[1] - a[1])

@@ -132,7 +132,7 @@
     const planned = (key, words) => plan[key]
       ? "planned: " + words(plan[key][0]) + (plan[key].length > 1 ? ", 80% interval " + words(plan[key][1]) + " to " + words(plan[key][2]) : "")
       : "";
-    const left = steps && now.seconds ? "about " + span((steps - run.step) * now.seconds) + " left" : "";
+    const left = steps > run.step && now.seconds ? "about " + span((steps - run.step) * now.seconds) + " left" : "";
     const losses = run.goodput ? Object.entries(run.goodput.lost).filter((each) => each[1] > 0.01 * run.goodput.total)
       .toSorted((a, b) => b[1] - a[1]).slice(0, 3).map(([name, lost]) => name + " " + span(lost)).join(", ") : "";
     const figures = [
@@ -181,6 +181,7 @@
   }
   function joined(found) { return uPlot.join(found.map((line) => line.points)); }
 
+  function spaced(key) { return key.replaceAll("_", " "); }
   function css(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
 
   function build(chart, place) {
@@ -192,7 +193,7 @@
     place.append(box);
     const axis = { stroke: () => css("--quiet"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { show: false } };
     const plot = new uPlot({
-      width: Math.max(260, holder.clientWidth), height: 220,
+      width: Math.max(260, holder.clientWidth), height: 220, padding: [null, 18, null, null],
       cursor: { sync: { key: "runs" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
       legend: { show: true },
       scales: {
@@ -204,7 +205,7 @@
         { ...axis, size: 58, values: (u, ticks) => ticks.map(digits) },
       ],
       series: [{ label: "step" }, ...found.map((line) => ({
-        label: (last.runs.length > 1 ? line.run + " " : "") + line.key.replaceAll("_", " "),
+        label: last.runs.length === 1 ? spaced(line.key) : line.run + (chart.metrics.length > 1 ? " " + spaced(line.key) : ""),
         stroke: color(line.run), width: line.key === "eval_loss" ? 2 : 1.25, dash: line.key === "eval_loss" ? [6, 4] : undefined,
         points: { show: line.points[0].length < 40 }, value: (u, value) => value === null ? "\u2013" : digits(value),
       }))],
