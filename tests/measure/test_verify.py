@@ -34,7 +34,6 @@ Layout = dict[str, Any]
 DRY: list[tuple[str, Layout]] = [
     ("dense", {}),
     ("dense", dict(shard=8)),
-    ("dense", dict(shard=2, schedule="interleaved", chunks=2)),
     ("mixture", dict(shard=8, expert=4, zero=1)),
     ("dense", dict(pipeline=4, shard=2, schedule="interleaved", chunks=1)),
     ("mixture", dict(pipeline=2, shard=4, expert=2, schedule="dualpipe-v")),
