@@ -36,7 +36,7 @@ def error(made: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (520, 512), (24, 128), (16384, 2048)])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (520, 512), (24, 128), (40, 1408), (16384, 2048)])
 @pytest.mark.parametrize("around", ["", "norm", "residual", "silu", "norm gelu zeros"])
 def test_rows_times_four_bits(rows: int, n: int, k: int, around: str) -> None:
     torch.manual_seed(0)

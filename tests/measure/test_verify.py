@@ -106,6 +106,15 @@ def test_the_deferred_gradients_of_a_ranks_only_head_are_as_planned(method: str,
     assert not verify_dry(run, run.layout.world // 2).beyond(dict(work=0.0, traffic=0.0, memory=0.0))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["mixture", "neox", "gemma"])
+def test_what_nobody_saves_is_not_recomputed(model: str, dtype: str) -> None:
+    """An RMSNorm of 16 bits without a kernel saves no input, which then nobody makes again unless the norm is made again."""
+    layout = dict(recompute="optimal", recompute_budget=3e-5)
+    run = cases.make_run(model, layout, layers=4, global_batch=4, microbatch=4, dtype=dtype, seq_len=32)
+    assert not verify_dry(run, 0).beyond(dict(work=0.0, traffic=0.0, memory=0.0))
+
+
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [(layout, dtype) for layout in ({}, dict(pipeline=2), dict(shard=2)) for dtype in ("float64", "bfloat16")],

@@ -155,6 +155,10 @@ class PlannedRank:
         """Whether norms and attention have the kernels of a GPU."""
         return planned_on_gpu(self.run)
 
+    def norm_saves_input(self, centered: bool) -> bool:
+        """Whether a norm saves its input as it is; an RMSNorm without a kernel saves what it makes of 16 bits in float32."""
+        return centered or self.fused or self.width >= 4
+
     @property
     def objective(self) -> ObjectiveFacts:
         """What is known of the run's objective."""
@@ -306,15 +310,17 @@ class PlannedRank:
         `ffn`, or single tensors (`cost/rematerialization.py`). Every n-th counts within a stage, as in the trainer; a budget is
         the rank's, of all its stages together."""
         lay = self.run.layout
-        budgeted = recomputed(*self.of_budget)
+        saves = self.norm_saves_input(self.run.model.norm == "layernorm")
+        # What nobody saves is not recomputed: the norm's input, but for the norm.
+        budget = recomputed(*self.of_budget)
+        budgeted = {n: each if saves or "ffn_norm" in each else each - {"middle"} for n, each in budget.items()}
         parts = {
             "full": frozenset({"block"}),
             "attention": frozenset({"attention"}),
             "operations": frozenset(lay.recompute_operations) - {"norm"},
         }.get(lay.recompute, frozenset())
-        none = frozenset[str]()
         return {
-            layer: budgeted[layer] if budgeted else parts if n % lay.recompute_every == 0 else none
+            layer: budgeted[layer] if budgeted else parts if n % lay.recompute_every == 0 else frozenset[str]()
             for stage in self.stages
             for n, layer in enumerate(stage.layers)
         }

@@ -68,14 +68,13 @@ def norm(tape: Tape, x: str, name: str, rows: int) -> str:
     with tape.part("norm", x):
         if tape.planned.casts(tape.parameters[f"{name}.weight"]):
             tape.save_new(f"{name} weight", (2 if centered else 1) * width)
-        if centered:
+        if tape.planned.norm_saves_input(centered):
             tape.save(x)
+        else:
+            tape.save_new(f"{name} input", rows * width, high)
+        if centered:
             tape.save_new(f"{name} statistics", 2 * rows, high if tape.planned.fused else 0)
         else:
-            if tape.planned.fused or not tape.low_precision:
-                tape.save(x)
-            else:
-                tape.save_new(f"{name} input", rows * width, high)
             tape.save_new(f"{name} lengths", rows, high)
             if not tape.planned.fused and tape.parameters[f"{name}.weight"].learns:
                 tape.save_new(f"{name} unit", rows * width, high)

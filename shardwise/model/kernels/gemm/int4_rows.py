@@ -1,14 +1,13 @@
 """A few rows of input times a matrix of four bits, with the norm before and the gate or the residual sum after: `int4_rows.cu`,
 which PyTorch compiles with NVRTC when it is first needed. It is not written in Triton, because there nobody says which thread holds
-which weight: in Triton each weight cost six instructions and the GEMMs of a layer of Llama 3 8B 71 us on an H200,
-here some three and 49.
+which weight, and it is bound by the instructions that a weight costs.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +23,15 @@ LINE_BYTES, MOST_BYTES = 80 * 4, 100 * 1024
 """Shared memory for a row's inputs of one group, and for all inputs, so that two blocks fit on a processor."""
 THREADS = 256
 GATES = {"": 0, "silu": 1, "gelu": 2}
+
+
+class Shape(NamedTuple):
+    """Tiles of 16 rows of the matrix that a block takes at a time, blocks of a processor, and groups of columns that a warp asks
+    for at a time."""
+
+    tiles: int
+    blocks: int
+    ahead: int
 
 
 def takes(x: Tensor, packed: Tensor, scale: Tensor) -> bool:
@@ -48,6 +56,7 @@ def int4_rows(
     norm: tuple[Tensor, float] | None = None,
     residual: Tensor | None = None,
     gated: str = "",
+    shape: Shape | None = None,
 ) -> Tensor:
     """Rows [rows, in] times a packed matrix [out, in] with scales as `QuantizedMatrix` has them. `norm`, `residual` and `gated` are
     those of `skinny_gemm`."""
@@ -56,17 +65,16 @@ def int4_rows(
     out = x.new_empty(rows, n)
     padded, own = _padded(rows), 8 if gated else 16
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    # Many rows of the matrix leave each block several tiles; two at a time then share what is done for the inputs.
-    tiles, blocks = (2, 1) if n > 64 * processors and padded == 1 else (1, 2)
+    shape = shape or shape_of(n, padded, processors)
     flags = norm is not None, residual is not None, zero is not None, GATES[gated]
     room = padded * scale.shape[1] * LINE_BYTES
     early = has_dependent_launch(x.device)
-    kernel = _kernel(padded, tiles, blocks, *map(int, flags), int(early), room, x.device)
+    kernel = _kernel(k, padded, shape, *map(int, flags), int(early), room, x.device)
     weight, eps = norm if norm is not None else (x, 0.0)
-    grid = min(-(-n // (own * tiles)), blocks * processors)
+    grid = min(-(-n // (own * shape.tiles)), shape.blocks * processors)
     arguments = (
         x, packed, scale, scale if zero is None else zero, weight, out if residual is None else residual, out,
-        rows, n, k, x.stride(0), n, eps,
+        rows, n, x.stride(0), n, eps,
     )  # fmt: skip
     if early:
         launch_dependent(kernel, grid, THREADS, arguments, room)
@@ -75,17 +83,23 @@ def int4_rows(
     return out
 
 
+def shape_of(n: int, padded: int, processors: int) -> Shape:
+    """For a matrix of so many rows. Many leave each block several tiles; two at a time then share what is done for the inputs."""
+    return Shape(2, 1, 2) if n > 64 * processors and padded == 1 else Shape(1, 2, 2)
+
+
 def _padded(rows: int) -> int:
     return next(size for size in (1, 2, 4, 8) if size >= rows)
 
 
 @cache
 def _kernel(
-    rows: int, tiles: int, blocks: int, norm: int, residual: int, zero: int, gated: int, early: int, room: int, device: torch.device
+    k: int, rows: int, shape: Shape, norm: int, residual: int, zero: int, gated: int, early: int, room: int, device: torch.device
 ) -> Any:  # fmt: skip
     names = dict(
-        XROWS=rows, TILES=tiles, BLOCKS=blocks, NORM=norm, RESIDUAL=residual, ZERO=zero, GATED=gated, EARLY=early
-    )
+        K=k, XROWS=rows, TILES=shape.tiles, BLOCKS=shape.blocks, AHEAD=shape.ahead, NORM=norm, RESIDUAL=residual,
+        ZERO=zero, GATED=gated, EARLY=early,
+    )  # fmt: skip
     source = "".join(f"#define {name} {value}\n" for name, value in names.items())
     source += Path(__file__).with_suffix(".cu").read_text()
     with torch.cuda.device(device):
