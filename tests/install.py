@@ -9,6 +9,7 @@ they become its options. Where uv is not to be had, lacks a setting or fails, pi
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -56,7 +57,8 @@ def main(wanted: list[str]) -> int:
     listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=True).stdout
     known = settings(listed)
     more = options(known)
-    if more is not None and subprocess.run([*PIP, "install", "-q", "uv"], check=False).returncode == 0:
+    there = importlib.util.find_spec("uv") is not None
+    if more is not None and (there or subprocess.run([*PIP, "install", "-q", "uv"], check=False).returncode == 0):
         certificates = {"SSL_CERT_FILE": known["cert"]} if "cert" in known else {}
         command = [sys.executable, "-m", "uv", "pip", "install", "-q", "--python", sys.executable, *more, *wanted]
         if subprocess.run(command, env=os.environ | certificates, check=False).returncode == 0:

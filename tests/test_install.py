@@ -32,6 +32,7 @@ def test_where_uv_cannot_pip_installs(fails: str, monkeypatch: pytest.MonkeyPatc
             self.returncode = int(command[1:3] == ["-m", "uv"])
 
     monkeypatch.setattr(install.subprocess, "run", Done)
+    monkeypatch.setattr(install.importlib.util, "find_spec", lambda name: None)
     assert install.main(["numpy"]) == 0
     assert asked[-1][1:3] == ["-m", "pip"]
     assert asked[-1][-1] == "numpy"

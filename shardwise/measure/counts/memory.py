@@ -27,11 +27,12 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 
 from shardwise.data.batches import Batch
+from shardwise.measure.counts.traffic import DEVICE
 from shardwise.model.quantized.fp8_matrix import Fp8Matrix
 from shardwise.parallel.observer import Observer
 from shardwise.schedules import Action
 from shardwise.torch_private import (
-    TorchDispatchMode,
+    BareDispatchMode,
     gathered_tensors,
     local_shard,
     observed_resizes,
@@ -56,7 +57,7 @@ def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum({storage_key(s): s.nbytes() for s in storages}.values())
 
 
-class Storages(TorchDispatchMode):
+class Storages(BareDispatchMode):
     """While it is open, tracks every storage that operators allocate: those alive, their bytes, and the peak so far. Storages are
     numbered, since a new one may have the address of an old one."""
 
@@ -77,9 +78,11 @@ class Storages(TorchDispatchMode):
         self.resizes.__exit__(None, None, None)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is DEVICE:
+            return args[0].device
         result = operator(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not leaf.is_meta:
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 self.track(storage_of(leaf))
         return result
 

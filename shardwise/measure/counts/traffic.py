@@ -8,6 +8,7 @@ rank sends to others.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from fractions import Fraction
 from typing import Any
@@ -17,9 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.ledger import wire_bytes
-from shardwise.torch_private import TorchDispatchMode
+from shardwise.torch_private import BareDispatchMode
 
 Traffic = Counter[tuple[str, str]]  # bytes by axis and operation; they may be fractions
+DEVICE = torch.ops.prim.device.default
+"""What PyTorch asks a fake tensor twice as often as anything else. The tensor knows, and no mode below has more to say."""
+
+
+@functools.cache
+def namespace_of(operator: Any) -> str:
+    """Where an operator is declared; remembered, since PyTorch reads it from the schema each time."""
+    return operator.namespace
 
 
 def _size(x: Tensor) -> int:
@@ -30,7 +39,7 @@ def _total(tensors: list[Tensor]) -> int:
     return sum(map(_size, tensors))
 
 
-class TrafficCounter(TorchDispatchMode):
+class TrafficCounter(BareDispatchMode):
     """While it is open, adds up bytes and messages of each (axis, operation) of this rank; `axes` names the groups."""
 
     def __init__(self, axes: dict[str, str]) -> None:
@@ -45,7 +54,9 @@ class TrafficCounter(TorchDispatchMode):
         self.messages.clear()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in operator.namespace:
+        if operator is DEVICE:
+            return args[0].device
+        if "c10d" in namespace_of(operator):
             self.count(str(operator), args)
         return operator(*args, **(kwargs or {}))
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.ledger import Work
+from shardwise.measure.counts.traffic import DEVICE, namespace_of
 from shardwise.model.attention import DotProductAttention, GroupedAttention, LatentAttention
 from shardwise.model.layers import FeedForward, Linear, Norm
 from shardwise.model.logprobs import Logits
@@ -38,7 +39,7 @@ from shardwise.plan.trainer.work import CONVENTION
 from shardwise.run.derive import compiles
 from shardwise.run.parameters import find_parameter
 from shardwise.torch_private import (
-    TorchDispatchMode,
+    BareDispatchMode,
     autograd_node,
     autograd_sequence,
     in_backward,
@@ -58,6 +59,8 @@ PARTS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 aten = torch.ops.aten
 ALLOCATIONS = (aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default)
 """Operators that move nothing."""
+COUNTED = ("aten", "shardwise")
+"""Where operators that move bytes are declared."""
 GEMMS: dict[Any, tuple[int, int]] = {  # operator to the argument positions of its two operands
     aten.mm.default: (0, 1),
     aten.mm.out: (0, 1),
@@ -89,7 +92,7 @@ def uncompiled(train_state: TrainState) -> contextlib.AbstractContextManager[Any
     return torch.compiler.set_stance("force_eager")
 
 
-class WorkCounter(TorchDispatchMode, Observer):
+class WorkCounter(BareDispatchMode, Observer):
     """While it is open, adds up the FLOPs of a train state's steps."""
 
     def __init__(self, train_state: TrainState) -> None:
@@ -215,6 +218,8 @@ class WorkCounter(TorchDispatchMode, Observer):
         passes[which] = passes.get(which, 0.0) + flops
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is DEVICE:
+            return args[0].device
         out = operator(*args, **(kwargs or {}))
         batched = self.updating or self.inside[-1:] == ["experts"]
         places = GEMMS.get(operator) or (BATCHED_GEMMS.get(operator) if batched else None)
@@ -222,10 +227,10 @@ class WorkCounter(TorchDispatchMode, Observer):
             first, second = (args[place] for place in places)
             share = _rows_taken(*args) if operator is aten._grouped_mm.default else 1.0
             self._gemm(first, second, 2.0 * first.numel() * second.shape[-1] * share)
-        elif operator.namespace in ("aten", "shardwise") and not operator.is_view and operator not in ALLOCATIONS:
-            if operator.namespace == "shardwise" and operator.name() == "shardwise::dequantize_nf4":
+        elif (space := namespace_of(operator)) in COUNTED and not operator.is_view and operator not in ALLOCATIONS:
+            if space == "shardwise" and operator.name() == "shardwise::dequantize_nf4":
                 self._made_for_gemm(args[0], out)
-            elif operator.namespace == "shardwise":
+            elif space == "shardwise":
                 self._quantized(args[0], [x for x in tree_leaves(out) if x.element_size() == 1])
             if (
                 operator is aten._to_copy.default
