@@ -1,10 +1,13 @@
-"""Odd but legal profiles take time in proportion to their events, and at most three times that of a usual profile with as many."""
+"""Odd but legal profiles take time and memory in proportion to their events, and at most three times those of a usual profile with
+as many."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import resource
+import sys
 from argparse import Namespace
 from functools import cache
 from pathlib import Path
@@ -20,7 +23,7 @@ from shardwise.report import terminal_trace
 from shardwise.report.terminal import Console
 from shardwise.trace.export import as_json
 
-SMALL, LARGE = 6_000, (40_000, 160_000)
+SMALL, MEMORY, LARGE = 6_000, 20_000, (40_000, 160_000)
 MOST = 3.0
 ROUNDS, LARGE_ROUNDS = 12, 4
 ARGUMENTS = Namespace(
@@ -58,6 +61,33 @@ def made(folder: Path, make: Writer, count: int) -> Path:
         folder.mkdir()
         make(folder, count)
     return folder
+
+
+def bytes_taken(folder: Path) -> int:
+    """The most memory, beyond what was there before, of a process that explains a profile and of the largest that reads for it."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # the most that was resident is counted anew
+            before = _status("VmRSS")
+            explain(folder, page=True)
+            reading = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+            os.write(theirs, str(_status("VmHWM") - before + max(reading - before, 0)).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(theirs)
+    with os.fdopen(ours) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return int(said)
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def plain_events(make: Writer, count: int) -> int:
@@ -100,3 +130,27 @@ def test_time_grows_with_the_events(make: Writer, usual, tmp_path: Path) -> None
         plain = made(tmp_path / "plain", odd_traces.plain, plain_events(make, LARGE[1]))
         ratios.append(explain(tmp_path / str(LARGE[1]), page=True) / explain(plain, page=True))
     assert min(ratios) <= MOST, f"with its page as long as {min(ratios):.2f} usual profiles at best, of {ratios}"
+
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux says how much memory a process had at most")
+
+
+@ON_LINUX
+@pytest.mark.usefixtures("usual")
+@pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
+@pytest.mark.drawn(2)
+def test_an_odd_profile_takes_no_more_memory_than_three_usual_ones(make: Writer, tmp_path: Path) -> None:
+    odd = bytes_taken(made(tmp_path / "odd", make, MEMORY))
+    plain = bytes_taken(made(tmp_path / "plain", odd_traces.plain, plain_events(make, MEMORY)))
+    assert odd <= MOST * plain, f"{odd / 2**20:.0f} MiB, a usual one {plain / 2**20:.0f}"
+
+
+@ON_LINUX
+@pytest.mark.large("growth: what is quadratic, but hidden by a small constant at the small tier's sizes")
+@pytest.mark.usefixtures("usual")
+@pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
+def test_memory_grows_with_the_events(make: Writer, tmp_path: Path) -> None:
+    small, large = (bytes_taken(made(tmp_path / str(count), make, count)) for count in LARGE)
+    assert large <= 1.6 * LARGE[1] / LARGE[0] * small, f"{small / 2**20:.0f} MiB, then {large / 2**20:.0f}"
+    plain = bytes_taken(made(tmp_path / "plain", odd_traces.plain, plain_events(make, LARGE[1])))
+    assert large <= MOST * plain, f"{large / 2**20:.0f} MiB, a usual one {plain / 2**20:.0f}"
