@@ -7,9 +7,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from shardwise.run import PRESETS, RANK_AXES
+from shardwise.run import PRESETS, RANK_AXES, UserError
 from shardwise.run.sections.declare import Key
 from shardwise.workbench.controls import SLIDERS, choices, offered
+from shardwise.workbench.question import Base, base_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 BASES: dict[str, list[str]] = {
@@ -104,5 +105,27 @@ def campaign(seed: int, count: int) -> list[tuple[str, dict[str, Any]]]:
     source = random.Random(seed)
     share = -(-count // len(BASES))
     cover = covering(source, max(1, count // 10))
-    runs = [cover.pop() if at % 10 == 5 and cover else drawn_changes(source) for at in range(count)]
-    return [(list(BASES)[at // share], changes) for at, changes in enumerate(runs)]
+    found = []
+    for at in range(count):
+        base = list(BASES)[at // share]
+        found.append((base, cover.pop() if at % 10 == 5 and cover else _drawn(source, base, legal=at % 10 < 8)))
+    return found
+
+
+def _drawn(source: random.Random, base: str, legal: bool) -> dict[str, str]:
+    """Changes of a page's run; `legal` ones are drawn until there is nothing wrong with them, or for long."""
+    given = given_of(base)
+    changes = drawn_changes(source)
+    for _ in range(60 if legal else 0):
+        try:
+            given.planned(changes)
+            break
+        except UserError:
+            changes = drawn_changes(source)
+    return changes
+
+
+def given_of(base: str) -> Base:
+    """The run that a page begins with."""
+    path = next((each for each in BASES[base] if not each.startswith("--")), None)
+    return base_of(path, [each[2:] for each in BASES[base] if each.startswith("--")])

@@ -30,12 +30,11 @@ if __name__ == "__main__":
 
 from chromium import Browser, browser  # noqa: E402
 from hands import By, push, settled, shown_value, turn  # noqa: E402
-from random_runs import BASES, KEYS, another_value, campaign  # noqa: E402
+from random_runs import BASES, KEYS, another_value, campaign, given_of  # noqa: E402
 from served import Served, served  # noqa: E402
 
 from shardwise.cli.main import main as command  # noqa: E402
 from shardwise.workbench.controls import SLIDERS, value_at  # noqa: E402
-from shardwise.workbench.question import base_of  # noqa: E402
 
 WIDTHS = (360, 480, 768, 1024, 1366, 1920, 2560)
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1,
@@ -60,9 +59,8 @@ class Page:
 
     def __init__(self, base: str, bench: Served, page: Browser) -> None:
         self.arguments, self.bench, self.page = BASES[base], bench, page
-        path = next((each for each in self.arguments if not each.startswith("--")), None)
-        self.file = path
-        self.given = base_of(path, [each[2:] for each in self.arguments if each.startswith("--")]).given
+        self.file = next((each for each in self.arguments if not each.startswith("--")), None)
+        self.given = given_of(base).given
         self.touched: set[str] = set()
 
     def set(self, changes: dict[str, str], source: random.Random, anew: bool) -> dict[str, str]:
