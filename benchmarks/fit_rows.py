@@ -31,6 +31,7 @@ from shardwise.plan.published.validate import layer_seconds
 from shardwise.plan.time.data import DataSeconds
 from shardwise.plan.time.step import (
     Prepared,
+    copied_once,
     placement_of,
     play,
     prepare,
@@ -167,7 +168,7 @@ class Case:
             forward, inputs, weights = (sum(getattr(own[k], n) for k in mine) for n in WAYS)
             work = Passes(forward, inputs, weights, {})
             tails.append(tail_seconds(job, work, data, constants))
-            updates.append(update_seconds(job, data, constants))
+            updates.append(update_seconds(job, data, constants) + copied_once(data, job.stage_microbatches, constants))
         whole = makespan + np.maximum.reduce(tails) + np.maximum.reduce(updates) + constants["overhead"]
         return whole * slowdown(job, constants)
 

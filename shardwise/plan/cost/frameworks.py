@@ -78,13 +78,15 @@ class Framework:
     rotary_bytes: float = 4.0
     """Moved for each element of a query or key by rope, forward; the default is one pass in 16 bits."""
     casts_weights: bool = False
-    """Whether matrices are cast where they are used, and their gradients back, in every microbatch."""
+    """Whether matrices that are not sharded are cast where they are used, and their gradients back, in every microbatch."""
     loss_bytes: float = 16.0
     """Moved for each logit, forward and backward together."""
     logit_bytes: float = 6.0
     """Held for each logit at the peak."""
     chunked_loss: bool = False
     """Whether, without tensor ranks, the loss is made of some tokens at a time, with its gradients in the forward pass."""
+    fully_shard: bool = False
+    """Whether PyTorch's `fully_shard` casts and copies sharded matrices, and adds their gradients (`time/copies.py`)."""
     keeps_compute_copies: bool = False
     """Whether the layers' matrices stay cast from step to step, and their gradients are never cast."""
     replays: bool = False
@@ -119,6 +121,7 @@ _OWN = Framework(
     kernels="eager",
     rotary_bytes=52.0,  # seven kernels in float32
     casts_weights=True,
+    fully_shard=True,
     loss_bytes=34.0,  # logits cast, normalised, and their gradient cast back
     logit_bytes=12.0,
 )

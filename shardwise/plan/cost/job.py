@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from shardwise.hardware import Cluster, find_chip, load_profile, make_cluster
 from shardwise.plan.cost.flops import forward_flops, frozen_width, learned_share, stage_counts
 from shardwise.plan.cost.frameworks import FRAMEWORKS, QLORA_HOST, Framework
@@ -72,6 +74,15 @@ class Job:
     """Likewise of the machine's disk."""
     layers_of_rank: int = 0
     """Layers of the pipeline rank that is asked about, which share its recompute budget; 0: of a mean rank."""
+    sharded: tuple[Number, Number] | None = None
+    """Whether `fully_shard` handles the dense parameters, and whether those of experts; None: as the sizes of the layout tell."""
+
+    @property
+    def fully_sharded(self) -> tuple[Number, Number]:
+        """The same where it is told or not; never for other programs, and with replicas alone it is DistributedDataParallel."""
+        if not self.framework.fully_shard:
+            return 0.0, 0.0
+        return handled(self.layout, self.layout.world) if self.sharded is None else self.sharded
 
     @property
     def learned(self) -> float:
@@ -138,6 +149,16 @@ class Job:
             result.append((dense, count - dense))
             start += count
         return result * self.layout.directions
+
+
+def handled(layout: LayoutConfig, world: Number) -> tuple[Number, Number]:
+    """1 where `fully_shard` handles this trainer's dense parameters, and where it handles experts (`parallel/shard.py`)."""
+    replicas = 1 if layout.replicas_apart else layout.replicate
+    zero, many = layout.shard * layout.context, (replicas > 1) | layout.offload
+    wrapped = (replicas == world) & (world > 1) & (not layout.offload)
+    return 1.0 * (((zero > 1) | many) & ~np.asarray(wrapped)), 1.0 * (
+        ((zero > layout.expert) | many) & ~np.asarray(wrapped)
+    )
 
 
 def cluster_of(run: Run) -> Cluster:

@@ -187,13 +187,14 @@ class OpList(list[Op]):
                 self.elementwise(f"{name} of 4 bits", part, size, size, early_stop=early_stop, launches=(often, often))
             return
         self.append(Op(name, part, "matmul", seconds, every, NOTHING, saved, 0.0, once, early_stop=early_stop))
+        alone = 1.0 - job.fully_sharded[part == "experts"]
         if framework.accumulate_bytes:
-            size = numel * framework.accumulate_bytes * (1.0 - 1.0 / np.maximum(job.accumulation, 1.0))
+            size = numel * framework.accumulate_bytes * (1.0 - 1.0 / np.maximum(job.accumulation, 1.0)) * alone
             self._weight_pass(f"{name} added", part, size, forward=False)
         kept = framework.keeps_compute_copies and part in ("attention", "ffn")
         if framework.casts_weights and job.width < framework.parameter_bytes and not kept:
-            # Sharded weights are cast before they are gathered, and then copied out of the message: about as much.
-            self._weight_pass(f"{name} cast", part, numel * (job.width + framework.parameter_bytes), forward=True)
+            size = numel * (job.width + framework.parameter_bytes) * alone
+            self._weight_pass(f"{name} cast", part, size, forward=True)
         if fp8:  # both inputs of each GEMM are read, scaled, and written in fp8, once as they lie and once transposed
             each = job.width * (1.0 + RECIPES[framework.fp8_recipe][1]) + 2
             sizes = rows * inner * each, rows * columns * each

@@ -19,6 +19,7 @@ from shardwise.plan.search.screened import LayoutIndex
 from shardwise.plan.time.data import DataSeconds
 from shardwise.plan.time.goodput import reading_seconds
 from shardwise.plan.time.step import (
+    copied_once,
     prepare,
     step_times,
     tail_seconds,
@@ -134,6 +135,7 @@ def _costed(
     work = added_passes(split.ranks, own.forward, own.backward_input, own.backward_weight)
     sent = DataSeconds(*(split.ranks @ x for x in data))
     rest = tail_seconds(job, work, sent, constants).max(axis=0) + update_seconds(job, sent, constants).max(axis=0)
+    rest = rest + copied_once(sent, at.microbatches, constants).max(axis=0)
     return _Costed(which, at.microbatches, stages, hop - blocks, rest + constants["overhead"])
 
 

@@ -24,7 +24,7 @@ from shardwise.plan.search.screened import LayoutIndex, Limit, RankBytes, Screen
 from shardwise.plan.search.space import NAMED, Sizes, choices, legal, plain, schedules, sizes, with_choices
 from shardwise.plan.search.tables import LayerTable, ParameterTable, Rows, StageSplit, rows_of, split_key, stage_split
 from shardwise.plan.time.data import DataSeconds
-from shardwise.plan.time.step import slowdown, tail_seconds, update_seconds, with_zero
+from shardwise.plan.time.step import copied_once, slowdown, tail_seconds, update_seconds, with_zero
 from shardwise.run import LayoutConfig, Run
 from shardwise.run.axes import LOOPED, SPLIT_BACKWARD, V_SHAPED
 from shardwise.run.derive import compiles, planned_on_gpu
@@ -295,6 +295,7 @@ class Group:
         work = added_passes(ranks, own.forward, own.backward_input, own.backward_weight)
         sent = DataSeconds(*((ranks @ x)[:, None] for x in data))
         rest = tail_seconds(job, work, sent, constants).max(axis=0) + constants["overhead"]
+        rest = rest + copied_once(sent, at.microbatches, constants).max(axis=0)
         return pace, rest + update_seconds(job, sent, constants).max(axis=0)
 
     def _held(self, split: StageSplit, at: TableRows) -> RankBytes:

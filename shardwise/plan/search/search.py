@@ -25,7 +25,7 @@ from shardwise.plan.serving.rollouts import plan_rollouts
 from shardwise.plan.time.goodput import data_stall
 from shardwise.plan.time.step import prepare, step_time
 from shardwise.plan.trainer.memory import memory_of, memory_that_fits
-from shardwise.run import Run, UserError
+from shardwise.run import LayoutConfig, Run, UserError
 from shardwise.run.axes import SPLIT_BACKWARD
 
 
@@ -152,15 +152,20 @@ def _kept(best: FittingLayout, spaces: Sequence[Fitting]) -> tuple[Plan, str] | 
     devices = best.candidate.group.space.devices
     every = [one for fitting in spaces if fitting.space.devices == devices for one in fitting.roomy(best.seconds)]
     fastest, least, tried = None, best.seconds, 0
-    for _, saving, run in sorted(every, key=lambda one: one[0]):
+    beyond: dict[LayoutConfig, float] = {}  # what the first of layouts that are alike took, by what it was taken to
+    for reached, saving, run in sorted(every, key=lambda one: one[0]):
         if tried == ROOMY:
             break
-        if saving >= least or memory_that_fits(run, job_of(run)) is None or (kept := with_least_recompute(run)) is None:
+        alike = replace(run.layout, replicate=1, shard=1)
+        if saving >= least or reached * beyond.get(alike, 0.0) > ALIKE * least:
+            continue
+        if memory_that_fits(run, job_of(run)) is None or (kept := with_least_recompute(run)) is None:
             continue
         tried += 1
         job = job_of(kept)
         step = step_time(prepare(job))
         seconds = step.seconds + data_stall(kept, job.cluster, step.seconds)
+        beyond.setdefault(alike, seconds / reached)
         if seconds < least:
             fastest, least = (kept, job, step), seconds
     if fastest is None:
@@ -228,6 +233,8 @@ NO_ENGINE = (
 )
 ROOMY = 6
 """Layouts that are tried with a recompute budget: those that have most to gain."""
+ALIKE = 1.005
+"""How far layouts that differ in replicas and shards alone may be from each other, in the share of what they were taken to need."""
 STEPS = 7
 """Halvings of the budget's range: then it is known to a hundredth."""
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.plan.cost.constants import constants_of
-from shardwise.plan.cost.job import Job, overlapped
+from shardwise.plan.cost.job import Job, handled, overlapped
 from shardwise.plan.cost.memory import buffers, gathered_layers, layer_activations, states
 from shardwise.plan.cost.operations import chunked_loss, embedding, head, layer, residual_bytes
 from shardwise.plan.cost.ops import OpList
@@ -90,20 +90,22 @@ def split_key(pipeline: int, schedule: str, chunks: int) -> tuple[int, int, bool
 
 
 class LayerTable:
-    """Times and memory of the modules of the network, by the different (tensor, context, expert, microbatch), and by how many
-    microbatches' gradients are accumulated."""
+    """Times and memory of the modules of the network, by the different (tensor, context, expert, microbatch), by how many
+    microbatches' gradients are accumulated, and by what `fully_shard` handles."""
 
     def __init__(self, job: Job, sizes: Sizes, choices: Choices, expert_tensor: bool) -> None:
         added = job.global_batch // (sizes.microbatch * sizes.replicate * sizes.shard)
         # How many layers share the budget of a rank depends on the pipeline, and whether they save casts of their weights on ZeRO.
         more = (sizes.pipeline, sizes.shard) if "budget" in choices.recompute else ()
-        keys, self.row = _unique(sizes.tensor, sizes.context, sizes.expert, sizes.microbatch, added, *more)
-        t, c, e, b, added, *ranks = keys
+        devices = sizes.replicate * sizes.shard * sizes.context * sizes.tensor * sizes.pipeline
+        sharded = handled(sizes.into(job.layout), devices)
+        keys, self.row = _unique(sizes.tensor, sizes.context, sizes.expert, sizes.microbatch, added, *sharded, *more)
+        t, c, e, b, added, dense, experts, *ranks = keys
         self.size = len(t)
         replicas = job.global_batch / (b * added)
         layout = replace(job.layout, tensor=t, context=c, expert=e, expert_tensor=expert_tensor, replicate=replicas)
         layout = replace(layout, pipeline=ranks[0], shard=ranks[1], replicate=replicas / ranks[1]) if ranks else layout
-        self.job = replace(job, layout=layout, microbatch=b)
+        self.job = replace(job, layout=layout, microbatch=b, sharded=(dense, experts))
         self.choices, self.has_moe = choices, bool(job.model.experts)
         self.has_dense = not self.has_moe or job.model.dense_layers > 0
 
@@ -116,7 +118,10 @@ class LayerTable:
         job = self._under(recompute, method)
         for n in range(self.size):
             sizes: dict[str, Any] = {key: float(getattr(job.layout, key)[n]) for key in ROW}
-            yield replace(job, layout=replace(job.layout, **sizes), microbatch=float(job.microbatch[n]))
+            sharded = tuple(float(each[n]) for each in job.sharded or ())
+            yield replace(
+                job, layout=replace(job.layout, **sizes), microbatch=float(job.microbatch[n]), sharded=sharded or None
+            )
 
     @cached_property
     def networks(self) -> dict[tuple[str, str], NetworkCost]:
@@ -226,7 +231,8 @@ class ParameterTable:
         keys, self.row = _unique(sizes.tensor, sizes.replicate, sizes.expert, sizes.shard * sizes.context)
         t, r, e, z = keys
         layout = replace(job.layout, tensor=t, replicate=r, expert=e, shard=z, context=1, expert_tensor=expert_tensor)
-        self.job, self.zero, self.devices = replace(job, layout=layout), choices.zero, job.layout.replicate
+        self.zero, self.devices = choices.zero, job.layout.replicate
+        self.job = replace(job, layout=layout, sharded=handled(layout, self.devices))
         self.kinds = {kind: n for n, kind in enumerate({k: None for one in splits for k in one.kinds})}
         self.held = self._held(list(self.kinds))
         self.size = len(t)

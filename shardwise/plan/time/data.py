@@ -8,6 +8,7 @@ from shardwise.hardware import Collective, collective_seconds, memory_seconds
 from shardwise.plan.cost.compression import exchange_seconds, quantized_width, replica_seconds
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.parameters import LocalNumel, zero_groups
+from shardwise.plan.time.copies import copy_seconds
 from shardwise.plan.time.handing import mirror_seconds
 from shardwise.plan.trainer.muon import seconds as muon_seconds
 
@@ -41,6 +42,11 @@ class DataSeconds(NamedTuple):
     """Once a step, behind the passes: gradients that replicas compress."""
     mirrored: Number = 0.0
     """Likewise: gradients of two pipeline ranks that hold the same stages."""
+    copied_forward: Number = 0.0
+    copied_backward: Number = 0.0
+    copied_once: Number = 0.0
+    copied_several: Number = 0.0
+    """Of `fully_shard`'s casts, copies and sums, as `CopySeconds` has them."""
 
 
 def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> DataSeconds:
@@ -73,9 +79,10 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
     update = memory_seconds(cluster.chip, own * learned * OPTIMIZER_BYTES), *muon_seconds(job, *layers)
     every = scatter if framework.reduce_every_microbatch and lay.zero >= 2 else 0.0 * scatter
     once = replicas + scatter - every
+    beside = apart, mirrored, *copy_seconds(job, held, messages)
     if lay.gathers_each_pass:
         few, same = lay.secondary_shard, lay.expert_secondary_shard
         ranks = few, same * (same > 1) + expert_zero * (same <= 1)
         near = sharded("all_gather", framework.gather_bytes, *ranks) if few > 1 else gather
-        return DataSeconds(gather, near + every, once, 0.0 * gather, *update, apart, mirrored)
-    return DataSeconds(0.0 * gather, every, once, gather, *update, apart, mirrored)
+        return DataSeconds(gather, near + every, once, 0.0 * gather, *update, *beside)
+    return DataSeconds(0.0 * gather, every, once, gather, *update, *beside)

@@ -77,25 +77,28 @@ def hop_seconds(job: Job) -> Number:
 
 
 class ZeroPasses(NamedTuple):
-    """The passes of a stage with ZeRO's traffic beside them, and how much of it is exposed."""
+    """The passes of a stage with ZeRO's work and its traffic beside them, and how much of that is exposed."""
 
     forward: Number
     backward_input: Number
     backward_weight: Number
     exposed: Number
+    copied: Number
+    """What `fully_shard` casts, copies and adds."""
 
 
 def with_zero(own: Passes, data: DataSeconds, constants: Constants, overlap: float = 1.0) -> ZeroPasses:
-    """Puts ZeRO's traffic beside the passes, so much of it under them."""
+    """Puts ZeRO's traffic beside the passes, so much of it under them, and its copies behind them."""
+    ahead, behind = constants["memory"] * data.copied_forward, constants["memory"] * data.copied_backward
+    forward, inputs, weights = own.forward + ahead, own.backward_input, own.backward_weight + behind
 
     def beside(work: Number, traffic: Number) -> Number:
         traffic = constants["data"] * traffic
         hidden = np.minimum(work, overlap * traffic)
         return traffic - hidden + constants["contention"] * hidden
 
-    ahead = beside(own.forward, data.forward)
-    behind = beside(own.backward_input + own.backward_weight, data.backward)
-    return ZeroPasses(own.forward + ahead, own.backward_input + behind, own.backward_weight, ahead + behind)
+    before, after = beside(forward, data.forward), beside(inputs + weights, data.backward)
+    return ZeroPasses(forward + before, inputs + after, weights, before + after, ahead + behind)
 
 
 def slowdown(job: Job, constants: Constants) -> Number:
@@ -117,6 +120,11 @@ def tail_seconds(job: Job, own: Passes, data: DataSeconds, constants: Constants)
     once = once + agreement_seconds(job)
     once = once + constants["pipeline"] * data.mirrored
     return once + gather + constants["data"] * data.muon_shards + constants["tensor"] * data.muon_parts
+
+
+def copied_once(data: DataSeconds, microbatches: Number, constants: Constants) -> Number:
+    """What `fully_shard` casts, copies and adds once in a step of so many microbatches."""
+    return constants["memory"] * (data.copied_once + data.copied_several * (microbatches > 1))
 
 
 def update_seconds(job: Job, data: DataSeconds, constants: Constants) -> Number:
@@ -252,7 +260,7 @@ def _combined(one: _Costed, makespan: float) -> Step:
     job, kinds = prepared.job, prepared.kinds
     lay, microbatches = job.layout, job.stage_microbatches
     placement = placement_of(job, len(kinds))
-    busy, tails, parts, aparts, mirrors, updates = [], [], [], [], [], []
+    busy, tails, parts, aparts, mirrors, updates, copies = [], [], [], [], [], [], []
     stages = [[n for n, home in enumerate(placement) if home == rank] for rank in range(lay.pipeline)]
     for mine in stages:
         busy.append(
@@ -268,10 +276,11 @@ def _combined(one: _Costed, makespan: float) -> Step:
         mirrors.append(constants["pipeline"] * float(data.mirrored))
         aparts.append(tails[-1] - float(tail_seconds(job, work, data._replace(apart=0.0), constants)))
         updates.append(float(update_seconds(job, data, constants)))
+        copies.append(float(copied_once(data, microbatches, constants)))
     tail, optimizer = max(tails), exposed_update(job, own[0]) if job.memory.hosts_optimizer else max(updates)
     tensor_tail, replicas_tail, mirror_tail = (each[int(np.argmax(tails))] for each in (parts, aparts, mirrors))
     ahead = job.forward_passes * _forward_seconds(cost, placement, microbatches, lay)
-    whole = makespan + ahead + tail + optimizer + constants["overhead"]
+    whole = makespan + ahead + tail + optimizer + max(copies) + constants["overhead"]
     seconds = whole * float(slowdown(job, constants))
 
     slowest = int(np.argmax(busy))
@@ -284,6 +293,7 @@ def _combined(one: _Costed, makespan: float) -> Step:
     breakdown["shard" if float(job.zero_ranks) > 1 else "replicate"] += tail - tensor_tail - replicas_tail - mirror_tail
     breakdown["replicate"] += replicas_tail
     breakdown["tensor"] += tensor_tail
+    breakdown["memory"] += max(copies)
     breakdown["optimizer"] = optimizer
     breakdown["other"] = constants["overhead"] + seconds - whole
     return Step(seconds, breakdown, cost, placement, hop, slowest, tail, optimizer, handing)
@@ -313,6 +323,7 @@ def _parts(one: _Costed, stages: Sequence[int]) -> dict[str, float]:
         for name, value in one.own[kind].parts.items():
             found[name] += microbatches * float(value)
         found["shard"] += microbatches * float(one.zero[kind].exposed)
+        found["memory"] += microbatches * float(one.zero[kind].copied)
     return found
 
 
@@ -333,5 +344,6 @@ def rank_time(job: Job, pipeline_rank: int) -> RankTime:
     mine = [n for n, home in enumerate(placement) if home == pipeline_rank]
     data = DataSeconds(*map(sum, zip(*(prepared.data[prepared.kinds[n]] for n in mine), strict=True)))
     parts = _parts(one, mine) | {"optimizer": float(update_seconds(job, data, one.constants))}
+    parts["memory"] += float(copied_once(data, job.stage_microbatches, one.constants))
     each = (prepared.stages[prepared.kinds[n]].launches for n in mine)
     return RankTime(parts, job.stage_microbatches * float(sum(sum(passes) for passes in each)))

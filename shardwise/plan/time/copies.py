@@ -1,0 +1,73 @@
+"""What `fully_shard` moves on a rank beside its messages: shards are cast before they are gathered, what came is copied out of the
+message, gradients are added up and copied into the next one.
+
+Bytes for each parameter, with w those of a gathered one, r of a gradient as it is reduced, p as it is held, of which a rank has a
+z-th (PyTorch's `_fsdp_collectives.py` and `_fsdp_param.py`):
+- to gather it: (p + w) / z to cast the shard, 2w / z into the message, 2w out of it. With ZeRO-1 and 2 once a step, with ZeRO-3 for
+  every microbatch's forward and again for its backward pass.
+- its gradient, where it is reduced at once (ZeRO-2 and 3): w + r into the message, and 3p / z to add the shard to what earlier
+  microbatches left.
+- where it is reduced at the end of a step (ZeRO-1): the first microbatch's is cast, w + r; each further one added, w + 2r; the sum
+  is copied into the message, 2r. A step of one microbatch is as under ZeRO-2.
+- a shard that was reduced in other bits than parameters are held in is cast: (r + p) / z.
+`tests/measure/test_copies.py` counts these bytes in the trainer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.hardware import memory_seconds
+from shardwise.plan.cost.job import Job, Number
+from shardwise.plan.cost.parameters import LocalNumel, zero_groups
+
+
+class CopySeconds(NamedTuple):
+    """Seconds of `fully_shard`'s casts, copies and sums, before the constants."""
+
+    forward: Number
+    """In every microbatch."""
+    backward: Number
+    once: Number
+    """Once a step; less than nothing where the first microbatch has less to do than others."""
+    several: Number
+    """Likewise, where a step has several microbatches."""
+
+
+def copy_seconds(job: Job, held: LocalNumel, messages: Number) -> CopySeconds:
+    """Of the parameters of a stage, which travel in so many messages."""
+    nothing = 0.0 * held.dense
+    if not job.framework.fully_shard:
+        return CopySeconds(nothing, nothing, nothing, nothing)
+    total = CopySeconds(nothing, nothing, nothing, nothing)
+    counts = (held.dense, held.experts)
+    for count, ranks, there in zip(counts, zero_groups(job), job.fully_sharded, strict=True):
+        each = count * there / messages
+        own = (
+            messages * np.sign(b) * memory_seconds(job.cluster.chip, each * abs(b)) for b in copied_bytes(job, ranks)
+        )
+        total = CopySeconds(*(a + b for a, b in zip(total, own, strict=True)))
+    return total
+
+
+def copied_bytes(job: Job, ranks: Number) -> CopySeconds:
+    """Bytes for each parameter, sharded over so many ranks."""
+    framework, learned = job.framework, job.learned
+    gathered, reduced, held = framework.gather_bytes, framework.reduce_bytes, framework.parameter_bytes
+    cast, moved = (held + gathered) * (held != gathered), gathered
+    if job.adapter.used:  # what is frozen is gathered as it is held
+        cast, moved = 0.0, job.frozen_bytes
+    gather = 2.0 * moved + (cast + 2.0 * moved) / ranks
+    back, several = (reduced + held) * (reduced != held) / ranks, 0.0
+    if job.layout.zero >= 2 and framework.reduce_every_microbatch:
+        added = 3.0 * held / ranks
+        each, first = gathered + reduced + back + added, -added
+    else:
+        each, first = gathered + 2.0 * reduced, back - reduced
+        several = 2.0 * reduced * (gathered != reduced)
+    each, first, several = each * learned, first * learned, several * learned
+    if job.layout.gathers_each_pass:
+        return CopySeconds(gather, gather + each, first, several)
+    return CopySeconds(0.0 * gather, each, gather + first, several)
