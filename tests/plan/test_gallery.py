@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import main
+from shardwise.hardware import find_chip
+from shardwise.plan.published.bandwidth import BANDWIDTH, BATCHES
 from shardwise.plan.published.gallery import EXHIBITS
 from shardwise.plan.published.rows import published
 from shardwise.plan.published.validate import predict
@@ -48,3 +50,17 @@ def test_one_exhibit_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_misspelt_exhibit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gallery", "bubble"]) == 2
     assert "did you mean bubbles" in capsys.readouterr().err
+
+
+def test_bandwidth_is_what_a_token_reads_over_what_the_memory_could() -> None:
+    """Llama 2 70B in 16 bits: a token reads 138 GB, whatever the number of GPUs; its figures took part in no fit."""
+    for (chip, devices, _), line in zip(BANDWIDTH, EXHIBITS["model-bandwidth"]().lines, strict=True):
+        seconds = 138e9 / (devices * find_chip(chip).hbm) / line.planned
+        assert 5e-3 < seconds < 40e-3
+        assert line.planned < 0.9
+    assert "databricks" not in {row["group"] for row in published("inference")}
+    lines = EXHIBITS["static-batches"]().lines
+    assert [line.published for line in lines] == [figure for each in BATCHES.values() for figure in each.values()]
+    for devices in BATCHES:
+        planned = [line.planned for line in lines if line.label.startswith(f"MPT-7B, {devices} x")]
+        assert planned == sorted(planned)  # a larger batch answers more

@@ -10,7 +10,7 @@ from shardwise.run import Problem, UserError
 from shardwise.run.problems import nearest
 
 if TYPE_CHECKING:
-    from shardwise.plan.published.gallery import Exhibit
+    from shardwise.plan.published.exhibit import Exhibit
 
 HELP = """Show tables and figures of papers as published and as planned, side by side. Measured rows are predicted with constants
 fitted without their source. Without a NAME, all of them."""

@@ -7,11 +7,8 @@ of a schedule) are computed by the same functions that every plan uses.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
 
 from shardwise.hardware import make_cluster
 from shardwise.plan.as_program import plan_as
@@ -20,6 +17,8 @@ from shardwise.plan.cost.frameworks import FRAMEWORKS
 from shardwise.plan.cost.job import Job
 from shardwise.plan.cost.memory import states
 from shardwise.plan.cost.parameters import LocalNumel
+from shardwise.plan.published.bandwidth import first_tokens, model_bandwidth, static_batches
+from shardwise.plan.published.exhibit import Exhibit, Line
 from shardwise.plan.published.rows import Row, published
 from shardwise.plan.published.validate import Prediction, predict
 from shardwise.plan.time.step import play
@@ -28,43 +27,6 @@ from shardwise.run.derive import derive_model
 from shardwise.schedules import Cost
 
 DAY = 86400.0
-
-
-@dataclass(frozen=True)
-class Line:
-    """One figure."""
-
-    label: str
-    published: float
-    planned: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def error(self) -> float:
-        """Relative, with its sign."""
-        return self.planned / self.published - 1
-
-
-@dataclass(frozen=True)
-class Exhibit:
-    """One table of a paper."""
-
-    title: str
-    source: str
-    unit: str
-    lines: list[Line] = field(default_factory=list)
-    said: str = ""
-
-    @property
-    def median(self) -> float:
-        """Of the errors without their sign."""
-        return statistics.median(abs(line.error) for line in self.lines)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-        lines = [vars(line) | {"error": line.error} for line in self.lines]
-        return dict(title=self.title, source=self.source, unit=self.unit, said=self.said, lines=lines)
 
 
 def _rows(kind: str, groups: Iterable[str]) -> list[Row]:
@@ -306,4 +268,7 @@ EXHIBITS: dict[str, Callable[[], Exhibit]] = {
     "bubbles": bubbles,
     "gpt-fast": gpt_fast,
     "inference-arithmetic": inference_arithmetic,
+    "model-bandwidth": model_bandwidth,
+    "first-tokens": first_tokens,
+    "static-batches": static_batches,
 }

@@ -269,8 +269,20 @@ class ParameterTable:
         return [self.kinds[kind] for kind in split.kinds]
 
     def traffic(self, split: StageSplit, rows: Array) -> DataSeconds:
-        """Of the stages of a split: [kind, row]."""
-        return DataSeconds(*np.take(self.data[:, self.index(split)], rows, axis=-1))
+        """Of the stages of a split: [kind, row], or one column of zeros where there is no such thing."""
+        index = self.index(split)
+        nothing = np.zeros((len(index), 1))
+        return DataSeconds(
+            *(
+                np.take(field[index], rows, axis=-1) if there else nothing
+                for field, there in zip(self.data, self._there, strict=True)
+            )
+        )
+
+    @cached_property
+    def _there(self) -> list[bool]:
+        """Which fields of `data` hold anything: most are of Muon, of compressed gradients or of pipelines that go both ways."""
+        return self.data.any(axis=(1, 2)).tolist()
 
     def memory(self, split: StageSplit, rows: Array) -> StateBytes:
         """Bytes of the parameters of a rank and of what is made of them: [kind of rank, row]."""
