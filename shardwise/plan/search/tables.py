@@ -118,10 +118,10 @@ class LayerTable:
         job = self._under(recompute, method)
         for n in range(self.size):
             sizes: dict[str, Any] = {key: float(getattr(job.layout, key)[n]) for key in ROW}
-            sharded = tuple(float(each[n]) for each in job.sharded or ())
-            yield replace(
-                job, layout=replace(job.layout, **sizes), microbatch=float(job.microbatch[n]), sharded=sharded or None
-            )
+            assert job.sharded is not None
+            sharded = float(job.sharded[0][n]), float(job.sharded[1][n])
+            layout = replace(job.layout, **sizes)
+            yield replace(job, layout=layout, microbatch=float(job.microbatch[n]), sharded=sharded)
 
     @cached_property
     def networks(self) -> dict[tuple[str, str], NetworkCost]:
