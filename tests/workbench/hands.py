@@ -36,8 +36,7 @@ def turn(page: Browser, key: str, value: str, by: By, slider: bool = False) -> b
     if kind == "select-one":
         return _choose(page, key, value, by)
     if by == "mouse":
-        reached(page, place)
-        page.click(place, 3)  # all of it is selected
+        page.click_at(*reached(page, place), 3)  # all of it is selected
     else:
         tab_to(page, place)
         page.call("Input.dispatchKeyEvent", type="keyDown", key="a", modifiers=CONTROL, commands=["selectAll"])
@@ -57,8 +56,7 @@ def _toggle(page: Browser, key: str, value: str, by: By) -> bool:
         if shown_value(page, key) == value:
             return turned
         if by == "mouse":
-            reached(page, place)
-            page.click(place)
+            page.click_at(*reached(page, place))
         else:
             tab_to(page, place)
             page.press(" ", 32, " ")
@@ -72,8 +70,7 @@ def _choose(page: Browser, key: str, value: str, by: By) -> bool:
     if shown_value(page, key) == value:
         return False
     if by == "mouse":
-        reached(page, place)
-        page.click(place)
+        page.click_at(*reached(page, place))
     else:
         tab_to(page, place)
     options = page.js(f"Array.from(document.querySelector({json.dumps(place)}).options, (each) => each.value)")
@@ -97,8 +94,7 @@ def _slide(page: Browser, key: str, value: str, by: By) -> bool:
     if now == wanted:
         return False
     if by == "mouse":
-        reached(page, place)
-        x, y = page.middle(place)
+        x, y = reached(page, place)
         width, thumb = page.js(f"{element}.clientWidth"), 16
         places = [x + (width - thumb) * (at / (len(values) - 1) - 0.5) for at in (now, wanted)]
         page.drag(places[0], places[1], y)
@@ -117,21 +113,21 @@ def unfold(page: Browser, place: str, by: By) -> None:
         return
     summary = f"details:has({place}) > summary"
     if by == "mouse":
-        reached(page, summary)
-        page.click(summary)
+        page.click_at(*reached(page, summary))
     else:
         tab_to(page, summary)
         page.press("Enter", 13, "\r")
     page.until(f"document.querySelector({json.dumps(place)}).checkVisibility()")
 
 
-def reached(page: Browser, place: str) -> None:
-    """The mouse meets an element in its middle, and nothing that covers it."""
+def reached(page: Browser, place: str) -> tuple[float, float]:
+    """The middle of an element, where the mouse meets it and nothing that covers it."""
     x, y = page.middle(place)
     element = f"document.querySelector({json.dumps(place)})"
     assert page.js(
         f"(() => {{ const e = {element}, met = document.elementFromPoint({x}, {y}); return e === met || e.contains(met); }})()"
     ), f"{place}: the mouse meets another element"
+    return x, y
 
 
 def tab_to(page: Browser, place: str) -> None:
@@ -148,8 +144,7 @@ def tab_to(page: Browser, place: str) -> None:
 def push(page: Browser, place: str, by: By) -> None:
     """A button."""
     if by == "mouse":
-        reached(page, place)
-        page.click(place)
+        page.click_at(*reached(page, place))
     else:
         tab_to(page, place)
         page.press("Enter", 13, "\r")
