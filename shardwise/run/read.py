@@ -77,7 +77,7 @@ class PlannedRun(NamedTuple):
         values = ", ".join(f"{name} = {value}" for name, value in self.left_open.items())
         if not values:
             return ""
-        hint = "" if self.source == "defaults" else "; training it takes the defaults unless they are set"
+        hint = "" if self.source == "defaults" else "; `shardwise train` takes its own defaults unless you set them"
         return f"not set in the run, {self.source}: {values}{hint}"
 
 

@@ -126,3 +126,11 @@ def test_where_no_single_change_fits_the_search_is_named(capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out)["next_change"].startswith("of several keys: no single one makes it fit")
     assert main(words) == 1
     assert "--layout=auto finds layouts that do" in " ".join(capsys.readouterr().out.split())
+
+
+def test_where_this_machine_is_too_small_a_cluster_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model.preset=llama3-405b", "--json"]) == 1
+    advice = json.loads(capsys.readouterr().out)["next_change"]
+    assert advice.startswith("of the cluster: this machine is too small")
+    words = advice.partition(": --")[2].split(" --")
+    assert main(["plan", "--model.preset=llama3-8b", *(f"--{word}" for word in words), "--keep", "1", "--json"]) == 0

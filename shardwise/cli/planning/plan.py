@@ -187,9 +187,11 @@ def _rollouts(best: Plan) -> RolloutPlan | None:
 def _makes_it_fit(best: Plan) -> str:
     from shardwise.plan.search.advice import change_that_fits
 
-    return (
-        change_that_fits(best.run) or "of several keys: no single one makes it fit; --layout=auto finds layouts that do"
-    )
+    if found := change_that_fits(best.run):
+        return found
+    if not best.run.cluster.chip:  # a search needs to know the chips
+        return "of the cluster: this machine is too small; name another: --cluster.chip=h100 --cluster.nodes=8 --layout=auto"
+    return "of several keys: no single one makes it fit; --layout=auto finds layouts that do"
 
 
 def _print(best: Plan, found: SearchResult | None, left_open: str) -> None:
