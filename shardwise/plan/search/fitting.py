@@ -36,6 +36,7 @@ from shardwise.plan.search.pool import (
 )  # fmt: skip
 from shardwise.plan.search.screen import Group, Space
 from shardwise.plan.search.screened import LayoutIndex, Screened
+from shardwise.plan.search.tables import split_key
 from shardwise.plan.serving.rollouts import rollouts_fit
 from shardwise.plan.trainer.memory import memory_that_fits
 from shardwise.run import Run
@@ -51,6 +52,7 @@ LIKELY = 120
 MEMORY_LIMITS = (0.75, 0.5)
 """Where screened memory is so far off that none of the fastest fits: the fastest that need so much of the capacity."""
 
+Array = Any
 Timed = tuple[float, Candidate]
 """With the seconds of a step by its plan."""
 
@@ -208,11 +210,11 @@ class Fitting:
         for group in self.space.groups:
             size = group.shape[1] * group.shape[2]
             saves, full = (np.arange(size) + words.index(word) * size for word in ("none", "full"))
-            for saving in group.screen(group.schedules, saves, Within(longest, math.inf)):
-                saving = saving.at(np.flatnonzero((saving.seconds < longest).any(axis=0)))
-                if not len(saving.rows):
-                    continue
-                (one,) = group.screen([saving[:2]], full[saving.rows % size])
+            quick = [
+                saving.at(np.flatnonzero((saving.seconds < longest).any(axis=0)))
+                for saving in group.screen(group.schedules, saves, Within(longest, math.inf))
+            ]
+            for saving, one in _with_full(group, quick, full):
                 share = (capacity - one.memory) / np.maximum(saving.memory - one.memory, 1.0)
                 with np.errstate(invalid="ignore"):  # illegal layouts take forever
                     reached = one.seconds - np.minimum(share, 1.0) * (one.seconds - saving.seconds)
@@ -220,6 +222,24 @@ class Fitting:
                 for method, n in zip(*(x.tolist() for x in np.nonzero(gains)), strict=True):
                     both = _candidate(group, one, method, n), _candidate(group, saving, method, n)
                     yield float(reached[method, n]), *both
+
+
+def _with_full(group: Group, savings: list[Screened], full: Array) -> Iterator[tuple[Screened, Screened]]:
+    """Layouts without recomputation, each with its twin in the rows of full recomputation. Schedules that split the layers alike
+    are screened together, since that costs about as much as one of them."""
+    alike: dict[tuple[int, int, bool, bool], list[Screened]] = {}
+    for one in (one for one in savings if len(one.rows)):
+        alike.setdefault(split_key(group.pipeline, one.schedule, one.chunks), []).append(one)
+    twins: dict[tuple[str, int], Screened] = {}
+    for same in alike.values():
+        rows = np.unique(np.concatenate([full[one.rows % len(full)] for one in same]))
+        for twin in group.screen(list(dict.fromkeys((one.schedule, one.chunks) for one in same)), rows):
+            name = twin.schedule, twin.chunks
+            twins[name] = twins[name].joined(twin) if name in twins else twin
+    for one in savings:
+        if len(one.rows):
+            twin = twins[one.schedule, one.chunks]
+            yield one, twin.at(np.searchsorted(twin.rows, full[one.rows % len(full)]))
 
 
 def front(spaces: Sequence[Fitting], known: Sequence[Plan]) -> list[Plan]:

@@ -63,6 +63,7 @@ class Space:
         self.capacity = float(self.job.cluster.chip.memory) * (1.0 - self.job.headroom)
         self.methods = list(product(self.choices.context_method, self.choices.async_tensor))
         self._legal: dict[tuple[str, bool], Array] = {}
+        self._values: dict[str, list[int]] = {}
         self._splits: dict[tuple[int, int, bool, bool], StageSplit] = {}
         self.layers: dict[bool, LayerTable] = {}
         self.parameters: dict[tuple[bool, int], ParameterTable] = {}
@@ -72,7 +73,7 @@ class Space:
             self._fill()
             self.groups = list(self._groups())
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Legal layouts."""
         return sum(group.count for group in self.groups)
@@ -94,7 +95,9 @@ class Space:
 
     def values(self, key: str) -> list[int]:
         """The values a size takes."""
-        return np.unique(getattr(self.sizes, key)).tolist()
+        if key not in self._values:
+            self._values[key] = np.unique(getattr(self.sizes, key)).tolist()
+        return self._values[key]
 
     @cached_property
     def _columns(self) -> dict[tuple[bool, Sizes], tuple[Group, int]]:
@@ -194,7 +197,7 @@ class Group:
         """The layers' times under this group's methods: every one of the space's, the first, or every second."""
         every, few = self.space.methods, self.methods
         step = every.index(few[1]) if len(few) > 1 else 1
-        return self.space.seconds[self.expert_tensor][:, :, : step * len(few) : step]
+        return np.ascontiguousarray(self.space.seconds[self.expert_tensor][:, :, : step * len(few) : step])
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -225,11 +228,12 @@ class Group:
     def screen(self, wanted: list[tuple[str, int]], rows: Array, limit: Limit | None = None) -> Iterator[Screened]:
         """Rows under some schedules, without those that are certainly beyond the limit. Illegal ones take forever."""
         every = self.at(rows)
+        mean = self._mean_rank(every) if limit is not None else ()
         for _, same in groupby(sorted(wanted, key=self._key), key=self._key):
             names = list(same)
             split, at, there = self.space.split(self.pipeline, *names[0]), every, rows
             if limit is not None:
-                least = np.array([self.least_seconds(*name, every) for name in names])
+                least = np.array([self._least(*name, every.microbatches, *mean) for name in names])
                 quick = np.flatnonzero(least.min(axis=0) <= limit.seconds)
                 if not len(quick):
                     continue
@@ -251,8 +255,14 @@ class Group:
     def least_seconds(self, schedule: str, chunks: int, at: TableRows) -> Array:
         """A schedule does not take these rows less, whatever the method: the work of a mean rank, and the bubble as far as it is
         known."""
-        forward, work = np.take(self.space.least[self.expert_tensor], at.layer, axis=-1) / self.pipeline
-        return self.space.slower * least_makespan(schedule, self.pipeline, chunks, at.microbatches, work, forward)
+        return self._least(schedule, chunks, at.microbatches, *self._mean_rank(at))
+
+    def _mean_rank(self, at: TableRows) -> Array:
+        """Seconds of a microbatch on a mean rank of these rows, at least: of its forward, and of all passes."""
+        return np.take(self.space.least[self.expert_tensor], at.layer, axis=-1) / self.pipeline
+
+    def _least(self, schedule: str, chunks: int, microbatches: Array, forward: Array, work: Array) -> Array:
+        return self.space.slower * least_makespan(schedule, self.pipeline, chunks, microbatches, work, forward)
 
     @cached_property
     def promises(self) -> float:
@@ -280,13 +290,13 @@ class Group:
     def _pace(self, split: StageSplit, at: TableRows) -> tuple[Pace, Array]:
         """What the schedule's closed form reads, and the seconds of a step beside it."""
         constants, ranks, job = self.space.constants, split.ranks, self.space.job
-        own = added_passes(split.parts, *self.seconds[..., at.layer])
+        own = added_passes(split.parts, *np.take(self.seconds, at.layer, axis=-1))
         data = self.parameters.traffic(split, at.parameters)
         zero = with_zero(own, DataSeconds(*(x[:, None] for x in data)), constants)
         hop = constants["pipeline"] * self.of_size.hop[at.column]
         blocks = hop if job.framework.pipeline_blocks else 0.0
         forward, inputs, weights = zero.forward + blocks, zero.backward_input + blocks, zero.backward_weight
-        busiest = np.tensordot(ranks, forward + inputs + weights, 1).max(axis=0)
+        busiest = added(ranks, forward + inputs + weights).max(axis=0)
         stage = added_passes(split.counts / split.counts.sum(), forward, inputs, weights)
         chunks = len(split.stages) // self.pipeline
         pace = Pace(
@@ -376,4 +386,11 @@ class Group:
 
 def added_passes(parts: Array, forward: Array, inputs: Array, weights: Array) -> Passes:
     """Passes added up, each so many times."""
-    return Passes(np.tensordot(parts, forward, 1), np.tensordot(parts, inputs, 1), np.tensordot(parts, weights, 1), {})
+    return Passes(added(parts, forward), added(parts, inputs), added(parts, weights), {})
+
+
+def added(parts: Array, each: Array) -> Array:
+    """Arrays added up, each so many times: `np.tensordot` over one axis, which takes longer to find out what is asked than to do
+    it."""
+    sums = np.dot(parts.reshape(-1, parts.shape[-1]), each.reshape(len(each), -1))
+    return sums.reshape(parts.shape[:-1] + each.shape[1:])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 Array = Any
 
 
@@ -28,6 +30,15 @@ class Screened(NamedTuple):
     def at(self, which: Array) -> Screened:
         """Some of the rows."""
         return self._replace(rows=self.rows[which], seconds=self.seconds[:, which], memory=self.memory[which])
+
+    def joined(self, more: Screened) -> Screened:
+        """With more rows behind these."""
+        both = np.concatenate
+        return self._replace(
+            rows=both([self.rows, more.rows]),
+            seconds=both([self.seconds, more.seconds], axis=1),
+            memory=both([self.memory, more.memory]),
+        )
 
 
 class Limit(Protocol):

@@ -48,12 +48,12 @@ class StageSplit:
     latest: tuple[int, ...]
     pipeline: int
 
-    @property
+    @cached_property
     def parts(self) -> Array:
         """How often each kind of stage has a dense layer, a MoE layer, the embedding and the head."""
         return np.array(self.kinds, dtype=float)[:, :4]
 
-    @property
+    @cached_property
     def counts(self) -> Array:
         """Stages of each kind."""
         return np.bincount(self.stages, minlength=len(self.kinds)).astype(float)
