@@ -42,7 +42,7 @@ def trained(run: Run) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("model", "dtype"),
-    [(PLAIN, "float32"), *(pytest.param(*each, marks=LARGE) for each in OTHERS)],
+    [(PLAIN, "float32"), ("dense + alibi", "bfloat16"), *(pytest.param(*each, marks=LARGE) for each in OTHERS)],
 )
 def test_on_the_host_it_is_the_same_bits_and_the_bytes_of_the_plan(model: str, dtype: str) -> None:
     run = run_of(model, "host", dtype=dtype)

@@ -194,8 +194,11 @@ def core(tape: Tape, heads: Heads) -> str:
 def fused_attention(tape: Tape, heads: Heads, out: str, queries: int, keys: int) -> str:
     """One call of PyTorch's attention over so many tokens of each row; gives the name of its output."""
     m, batch, high = tape.planned.run.model, tape.planned.run.train.microbatch, tape.planned.high_width
-    tape.rematerialized("attended", out, heads.q, heads.k, heads.v)
-    if _composes(tape, heads):
+    composed = _composes(tape, heads)
+    # The output projection copies what composed attention gives of several heads, and the copy stays.
+    if not composed or heads.queries == 1:
+        tape.rematerialized("attended", out, heads.q, heads.k, heads.v)
+    if composed:
         _composed_attention(tape, heads, queries, keys)
         return out
     tape.save(heads.q, heads.k, heads.v, out)
