@@ -247,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) int4_rows(
     int turn = 0;
     for (int block = blockIdx.x; block < blocks; block += gridDim.x, turn++) {
         float total[TILES][4] = {};
-#pragma unroll
+#pragma unroll (BATCHES > 4 ? 2 : BATCHES)
         for (int batch = 0; batch < BATCHES; batch++) {
             if (batch + 1 < BATCHES) {
                 ask(next, at, batch + 1);

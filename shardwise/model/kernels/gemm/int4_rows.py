@@ -65,7 +65,7 @@ def int4_rows(
     out = x.new_empty(rows, n)
     padded, own = _padded(rows), 8 if gated else 16
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    shape = shape or shape_of(n, padded, processors)
+    shape = shape or shape_of(n, k, padded, processors)
     flags = norm is not None, residual is not None, zero is not None, GATES[gated]
     room = padded * scale.shape[1] * LINE_BYTES
     early = has_dependent_launch(x.device)
@@ -83,9 +83,10 @@ def int4_rows(
     return out
 
 
-def shape_of(n: int, padded: int, processors: int) -> Shape:
-    """For a matrix of so many rows. Many leave each block several tiles; two at a time then share what is done for the inputs."""
-    return Shape(2, 1, 2) if n > 64 * processors and padded == 1 else Shape(1, 2, 2)
+def shape_of(n: int, k: int, padded: int, processors: int) -> Shape:
+    """For a matrix of so many rows and columns: many rows leave each block several tiles, of which it then asks for one at a time
+    (on an H200 a gate and what it gates of Llama 3 8B took 16.8 us instead of 18.2)."""
+    return Shape(1, 2, 4) if n > 64 * processors and padded <= 4 and k % (4 * 8 * GROUP) == 0 else Shape(1, 2, 2)
 
 
 def _padded(rows: int) -> int:
