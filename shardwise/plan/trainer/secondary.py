@@ -17,5 +17,7 @@ def secondary_ranks(planned: PlannedRank, parameter: PlannedParameter) -> int:
 
 def secondary_bytes(planned: PlannedRank, parameters: Iterable[PlannedParameter]) -> int:
     """Bytes of the secondary shards of parameters that were gathered for a forward pass."""
+    if planned.run.layout.secondary_shard <= 1:  # most runs, of which a search asks for layers by the thousand
+        return 0
     ranks = ((p, planned.size(p.group), secondary_ranks(planned, p)) for p in parameters)
     return sum(p.shard_numel(every) * every // few for p, every, few in ranks if few > 1) * planned.width
