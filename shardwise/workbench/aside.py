@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import json
 import os
+import queue
 import sys
+import threading
 from typing import Any
 
 KINDS = ("changes", "ranking")
@@ -88,10 +90,18 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer lines of JSON until there are no more, because the server ended."""
+    """Answer lines of JSON until there are no more, because the server ended: then what is being worked out is given up as well."""
     os.nice(10)
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(asked,), daemon=True).start()
+    while True:
+        print(json.dumps(answer(json.loads(asked.get()))), flush=True)
+
+
+def _listen(asked: queue.SimpleQueue[str]) -> None:
     for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), flush=True)
+        asked.put(line)
+    os._exit(0)
 
 
 if __name__ == "__main__":

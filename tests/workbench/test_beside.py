@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 
 import pytest
-from runs import BASE
+from patience import HANG_SECONDS
 
+from runs import BASE
 from shardwise.plan.cost.flops import forward_flops, parameters
 from shardwise.run import UserError
 from shardwise.run.coordinates import RankCoordinates
@@ -114,6 +117,20 @@ def test_a_question_may_find_that_another_has_ended_the_process(base: Base) -> N
         return answered
 
     assert "problems" in asyncio.run(ask())  # type: ignore[operator]
+
+
+def test_a_question_is_given_up_when_the_server_is_gone() -> None:
+    """However it ended: the process that works an answer out sees that nobody listens."""
+    given = {
+        "model.preset": "llama3-405b",
+        "cluster.chip": "h100",
+        "cluster.nodes": "2048",
+        "train.global_batch": "2048",
+    }
+    question = json.dumps({"kind": "ranking", "given": given, "changes": {}})
+    command = [sys.executable, "-m", "shardwise.workbench.aside"]
+    ended = subprocess.run(command, input=f"{question}\n", capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert (ended.returncode, ended.stdout) == (0, "")
 
 
 def test_of_a_run_that_is_searched_no_single_change_is_told(base: Base) -> None:

@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 import pytest
 from chromium import CHROMIUM, Browser, browser
 from hands import settled
-from runs import BASE, CHOICES
 from served import Served, served
+
+from runs import BASE, CHOICES
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
