@@ -158,3 +158,13 @@ def test_casts_are_left_out_of_matrices_that_are_kept() -> None:
     assert cast
     assert all("expert" in name or "router" in name for name in cast)
     assert {name for name in before if "expert" in name or "router" in name} == cast
+
+
+@pytest.mark.parametrize(("dispatcher", "passes"), [("alltoall", 2.0), ("deepep", 1.0), ("hybridep", 0.0)])
+def test_rows_are_sorted_as_their_dispatcher_does(dispatcher: str, passes: float) -> None:
+    job = make_job(EXPERTS, "nemo", shard=2, expert=2)
+    job = replace(job, framework=replace(job.framework, dispatcher=dispatcher))
+    rows = job.rows * job.model.experts_per_token
+    for name in ("to experts", "from experts"):
+        (moved,) = (op.bytes[FORWARD] for op in layer(job, routed=True) if op.name == name)
+        assert moved == passes * 2 * rows * job.model.hidden * job.width

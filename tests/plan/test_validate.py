@@ -3,6 +3,7 @@ is predicted with constants fitted without it."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import statistics
@@ -12,7 +13,7 @@ import pytest
 
 from shardwise.cli.main import main
 from shardwise.plan.plan import plan
-from shardwise.plan.published.rows import own_run, published
+from shardwise.plan.published.rows import Unsupported, job_of_row, own_run, published
 from shardwise.plan.published.validate import Prediction, predict, summary, validate
 
 
@@ -151,3 +152,16 @@ def test_runs_of_this_trainer_measured_after_the_fit() -> None:
         if abs(account.step_seconds / row["measured"]["iter_time_s"] - 1) > 0.07:
             beyond.append(row["id"])
     assert set(beyond) <= {"own_16x0.3B_s4096_mb4x1_none"}, beyond  # experts that are not compiled
+
+
+def test_modules_that_were_recomputed_say_whether_any_were() -> None:
+    rows = [r for r in published("training") if (r.get("software") or {}).get("recompute_modules") is not None]
+    assert {r["parallel"]["recompute"] for r in rows} == {None, "selective"}
+    asked = []
+    for row in rows:
+        with contextlib.suppress(Unsupported):
+            asked.append((row["software"]["recompute_modules"], job_of_row(row)))
+    assert len(asked) > 90
+    for modules, question in asked:
+        assert question.job.layout.recompute == ("attention" if modules else "none")
+        assert "no recomputation" not in question.assumed

@@ -246,6 +246,18 @@ def _places(places: Number, choices: int) -> Number:
     return places * (1.0 - (1.0 - 1.0 / places) ** choices)
 
 
+def _permutations(job: Job) -> Number:
+    """How often all rows are sorted on their way to the experts. Megatron's all-to-all sorts them by rank before they leave, and by
+    expert when they came, where a rank has several (`MoEAlltoAllTokenDispatcher`); DeepEP's kernels take tokens as they lie, and
+    what came is sorted; HybridEP's kernels write rows where their experts read them."""
+    if job.framework.family == "shardwise":
+        return 1.0
+    several = (np.asarray(job.layout.expert) > 1) & (job.model.experts / job.layout.expert > 1)
+    return {"alltoall": 1.0 + several, "hybridep": 1.0 * (np.asarray(job.layout.expert) == 1)}.get(
+        job.framework.dispatcher, 1.0
+    )
+
+
 def _moe(ops: OpList) -> None:
     """Router, routed experts and shared experts."""
     job = ops.job
@@ -257,7 +269,8 @@ def _moe(ops: OpList) -> None:
     ops.elementwise("choose", "router", tokens * m.experts * 16, tokens * m.experts * 16, launches=(6.0 + waits, 4.0))
     rows, uneven = _busiest(job, tokens * m.experts_per_token)
     size = rows * m.hidden * job.width
-    ops.elementwise("to experts", "experts", 2 * size, 2 * size, launches=(2.0, 2.0))
+    sorted_bytes = 2 * size * _permutations(job)
+    ops.elementwise("to experts", "experts", sorted_bytes, sorted_bytes, launches=(2.0, 2.0))
     sent, others = size * _sent_once(job), regroups_tensor(job)
     ops.collective("experts", "expert", "all_to_all", sent, (1.0, 1.0, 0.0))
     width = m.expert_ffn / lay.tensor if lay.expert_tensor else m.expert_ffn
@@ -267,7 +280,9 @@ def _moe(ops: OpList) -> None:
     ops.grouped_gemm("expert down", rows, m.hidden, width, held, uneven)
     # The backward pass needs no sums of the experts: recomputation that stops early leaves out what brings them back.
     ops.collective("experts", "expert", "all_to_all", sent, (1.0, 1.0, 0.0), early_stop=others)
-    ops.elementwise("from experts", "experts", 2 * size, 2 * size, saved=size, launches=(2.0, 2.0), early_stop=others)
+    ops.elementwise(
+        "from experts", "experts", sorted_bytes, sorted_bytes, saved=size, launches=(2.0, 2.0), early_stop=others
+    )
     if m.shared_experts:
         _feed_forward(ops, m.expert_ffn * m.shared_experts)
 

@@ -33,9 +33,11 @@ def recomputed_share(job: Job, op: Op) -> float:
     if lay.recompute == "attention":
         if op.core:
             return float("attention" in framework.recompute_selective)
-        if op.category == "matmul":
+        if op.category == "matmul" and op.name not in framework.recompute_selective:
             return framework.recompute_gemms
-        return float(op.name in framework.recompute_selective)
+        return float(
+            op.name in framework.recompute_selective or f"{op.part} {op.name}" in framework.recompute_selective
+        )
     return float(lay.recompute == "operations" and op.part in lay.recompute_operations)
 
 

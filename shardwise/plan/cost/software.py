@@ -214,14 +214,23 @@ LOSSES: dict[str, dict[str, Any]] = {
     "chunked": dict(chunked_loss=True),
 }
 MODULES = {
-    # a release's word: our names of the ops that are recomputed
+    # a release's word: our names of the ops that are recomputed, some with their part of the network before
     "core_attn": ("attention",),
     "layernorm": ("norm",),
-    "moe_act": ("activation",),
-    "mlp": ("up", "activation", "down"),
-    "moe": ("router", "choose", "to experts", "expert up", "activation", "expert down", "from experts"),
+    "moe_act": ("experts activation",),
+    "mlp": ("up", "ffn activation", "down"),
+    "moe": (
+        "router",
+        "choose",
+        "to experts",
+        "expert all_to_all",
+        "expert up",
+        "experts activation",
+        "expert down",
+        "from experts",
+    ),
     "mla_up_proj": ("q_up", "kv_up", "rotary"),
-    "shared_experts": ("up", "activation", "down"),
+    "shared_experts": ("up", "ffn activation", "down"),
 }
 SCOPES = {"attn": 0.45, "mlp": 0.25, "moe_router": 0.15, "moe_preprocess": 0.1, "moe": 0.3}
 """Shares of a layer's launches that a graph of that part takes over."""

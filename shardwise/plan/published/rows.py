@@ -146,10 +146,13 @@ def layout_of(row: Row, model: ModelConfig, assumed: list[str], *, modern: bool)
         schedule, chunks = "1f1b", 1
     if p.get("schedule") and p["schedule"] not in SCHEDULES:
         raise Unsupported(f"the schedule {p['schedule']}")
-    recompute = {"full": "full", "selective": "attention", "none": "none", None: "none"}.get(p.get("recompute"), "")
+    stated, modules = p.get("recompute"), (row.get("software") or {}).get("recompute_modules")
+    if stated is None and modules is not None:  # which modules were recomputed says whether any were
+        stated = "selective" if modules else "none"
+    recompute = {"full": "full", "selective": "attention", "none": "none", None: "none"}.get(stated, "")
     if not recompute:
-        raise Unsupported(f"the recomputation {p['recompute']}")
-    if p.get("recompute") is None and "recompute" in p:
+        raise Unsupported(f"the recomputation {stated}")
+    if stated is None and "recompute" in p:
         assumed.append("no recomputation")
     layout = LayoutConfig(
         replicate=max(1, data // shard),
