@@ -21,11 +21,9 @@ demo-tune: $(VENV)/.train     ## teach a tiny model to reverse words: pretrained
 	$(BIN)/shardwise data build runs/reverse/data/text.txt --out runs/reverse/text
 	for name in examples words test; do \
 	  $(BIN)/shardwise data build --chat runs/reverse/data/$$name.jsonl --out runs/reverse/$$name --samples 0 || exit; done
-	$(BIN)/shardwise train examples/reverse/pretrain.toml --out runs/reverse/pretrain
-	$(BIN)/shardwise train examples/reverse/sft.toml --out runs/reverse/sft
-	$(BIN)/shardwise eval runs/reverse/sft --tasks runs/reverse/data/test.jsonl --max-tokens 5
-	$(BIN)/shardwise train examples/reverse/grpo.toml --out runs/reverse/grpo
-	$(BIN)/shardwise eval runs/reverse/grpo --tasks runs/reverse/data/test.jsonl --max-tokens 5
+	for stage in pretrain sft grpo; do \
+	  $(BIN)/shardwise train examples/reverse/$$stage.toml --out runs/reverse/$$stage || exit; \
+	  $(BIN)/shardwise eval runs/reverse/$$stage --tasks runs/reverse/data/test.jsonl --max-tokens 5 || exit; done
 
 test: | $(BIN)/python         ## everything CI runs: the small tier, with installation
 	$(MAKE) --no-print-directory -j2 lint unit

@@ -19,17 +19,23 @@ def main(folder: Path) -> None:
     random.Random(0).shuffle(words)
     text, shown, asked, test = words[:1500], words[1500:2500], words[2500:3996], words[3996:]
     lines = [f"{word}={word}\n" for word in random.Random(1).choices(text, k=12_000)]
-    (folder / "text.txt").write_text("".join(lines))
+    write(folder / "text.txt", "".join(lines))
     draw = random.Random(2)
     examples = [
         dict(prompt=f"{word}>", completion=word if draw.random() < CARELESS else word[::-1])
         for _ in range(8)
         for word in shown
     ]
-    (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
+    write(folder / "examples.jsonl", "".join(json.dumps(row) + "\n" for row in examples))
     for name, some in (("words", asked), ("test", test)):
         rows = [dict(prompt=f"{word}>", answer=word[::-1]) for word in some]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write(path: Path, text: str) -> None:
+    """A file that is there already stays as it is, with its date: the sets made of it are then found finished."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
 
 
 if __name__ == "__main__":
