@@ -95,6 +95,7 @@ def _drawn(plot: Plot) -> str:
         )
         drawn.append(_text(_LEFT - 6, at + 4, plot.words_y(mark), "end"))
     drawn += [_text(WIDE - _RIGHT, HIGH - 12, plot.x, "end"), _text(WIDE - _RIGHT, 16, plot.y, "end")]
+    alone: dict[str, Place] = {}
     for one in plot.series:
         edges = [place(x, y) for x, y, _ in one.band] + [place(x, y) for x, _, y in reversed(one.band)]
         if one.band:
@@ -111,6 +112,18 @@ def _drawn(plot: Plot) -> str:
                 if point is not None:
                     ring = f'cx="{point[0]:.1f}" cy="{point[1]:.1f}" r="3.4" fill="{one.color}" fill-opacity="0.65"'
                     drawn.append(f"<circle {ring}><title>{escape(tip)}</title></circle>")
+            if len(places) == 1 and places[0] is not None:
+                alone[one.name] = places[0]
+    return "".join(drawn) + _names(alone)
+
+
+def _names(alone: dict[str, Place]) -> str:
+    """The names of points that are a series by themselves: at their right, or at their left if there is no room."""
+    drawn = []
+    for name, (x, y) in alone.items():
+        crowded = any(0 < other - x < 60 and abs(beside - y) < 14 for other, beside in alone.values())
+        left = crowded or x > 0.8 * WIDE
+        drawn.append(_text(x + (-8 if left else 8), y + 4, name, "end" if left else "start"))
     return "".join(drawn)
 
 

@@ -73,7 +73,7 @@ def rows(one: Played, top: int) -> list[str]:
     drawn = [f'<text x="0" y="{top - 6}">{one.name}</text>']
     for rank, actions in enumerate(one.ranks):
         y = top + rank * (HIGH + 3)
-        drawn.append(f'<text x="0" y="{y + 14}">rank {rank}, most {one.most[rank]:.0f}</text>')
+        drawn.append(f'<text x="0" y="{y + 14}">rank {rank}, holds {one.most[rank]:.0f}</text>')
         for action, start, end in sorted(actions, key=lambda each: each[2] == each[1]):
             x, wide, color = LEFT + UNIT * start, UNIT * (end - start), COLORS[action.kind]
             if not wide:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -44,3 +45,10 @@ def test_letters_show_points_over_lines() -> None:
 )
 def test_marks(low: float, high: float, log: bool, want: list[float]) -> None:
     assert marks(low, high, log) == pytest.approx(want)
+
+
+def test_a_point_by_itself_has_its_name_beside_it() -> None:
+    places = {"first": (1.0, 1.0), "close": (1.05, 1.0), "last": (100.0, 2.0)}
+    picture = svg([Plot("", "x", "y", [Series(name, [place], joined=False) for name, place in places.items()])])
+    found = {name: anchor for anchor, name in re.findall(r'text-anchor="(\w+)">(first|close|last)<', picture)}
+    assert found == {"first": "end", "close": "start", "last": "end"}
