@@ -56,6 +56,7 @@ def main() -> None:
         with browser() as seen:
             seen.viewport(WIDTH, HEIGHT)
             seen.open(page.as_uri(), "document.readyState === 'complete' && !!document.querySelector('canvas')")
+            seen.js("document.documentElement.style.overflow = 'hidden'; dispatchEvent(new Event('resize'))")
             seen.js("new Promise((done) => setTimeout(done, 300))")
             seen.picture(PICTURE)
 
