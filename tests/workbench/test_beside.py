@@ -9,8 +9,8 @@ import sys
 
 import pytest
 from patience import HANG_SECONDS
-
 from runs import BASE
+
 from shardwise.plan.cost.flops import forward_flops, parameters
 from shardwise.run import UserError
 from shardwise.run.coordinates import RankCoordinates

@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 from chromium import CHROMIUM, Browser, browser
 from hands import settled
-from served import Served, served
-
 from runs import BASE, CHOICES
+from served import Served, served
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
