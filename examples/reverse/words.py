@@ -1,6 +1,6 @@
 """Writes the data of the example: a made-up text to pretrain on, examples of reversed words for supervised tuning, and words to
-reverse for GRPO and for the test. No word is in two of them. The examples are what careless people write: mostly they copy the word
-instead of reversing it."""
+reverse for GRPO and for the test. No word is in two of them. The examples are what careless people write: of eight who were asked
+for the same word six copied it, and two reversed it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import random
 import sys
 from pathlib import Path
 
-LETTERS, LENGTH, CARELESS = "abcdefgh", 4, 0.75
+LETTERS, LENGTH = "abcdefgh", 4
+ASKED, RIGHT = 8, 2
 
 
 def main(folder: Path) -> None:
@@ -20,10 +21,10 @@ def main(folder: Path) -> None:
     text, shown, asked, test = words[:1500], words[1500:2500], words[2500:3996], words[3996:]
     lines = [f"{word}={word}\n" for word in random.Random(1).choices(text, k=12_000)]
     write(folder / "text.txt", "".join(lines))
-    draw = random.Random(2)
+    # As many for every word: were it drawn, the model would learn which words are reversed more often, and guess so of others.
     examples = [
-        dict(prompt=f"{word}>", completion=word if draw.random() < CARELESS else word[::-1])
-        for _ in range(8)
+        dict(prompt=f"{word}>", completion=word[::-1] if person < RIGHT else word)
+        for person in range(ASKED)
         for word in shown
     ]
     write(folder / "examples.jsonl", "".join(json.dumps(row) + "\n" for row in examples))
