@@ -54,13 +54,17 @@ def _saved(job: Job, ops: OpList) -> Number:
     return sum(op.saved for op in ops) + cast
 
 
+LEAST_SPARED = 1e-6
+"""Bytes: where recomputation spares nothing, a budget that is exceeded has all layers recomputed."""
+
+
 def recomputed_layers(job: Job, ops: OpList) -> Number:
     """Which share of a rank's layers is recomputed, as if all were like this one. A budget keeps whole layers."""
     lay = job.layout
     if lay.recompute != "budget":
         return 1.0 / lay.recompute_every
     saved = _saved(job, ops)
-    spared = saved - residual_bytes(job)
+    spared = np.maximum(saved - residual_bytes(job), LEAST_SPARED)
     layers = job.rank_layers
     over = np.ceil((layers * saved - lay.recompute_budget * GIB) / spared - 1e-9)
     return np.clip(over / layers, 0.0, 1.0)
