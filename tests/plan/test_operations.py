@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import EXPERTS, GPT, LLAMA, make_job
 
+from shardwise.plan.cost import passes
 from shardwise.plan.cost.flops import forward_flops
 from shardwise.plan.cost.job import job_of
 from shardwise.plan.cost.memory import layer_activations
@@ -168,3 +169,13 @@ def test_rows_are_sorted_as_their_dispatcher_does(dispatcher: str, passes: float
     for name in ("to experts", "from experts"):
         (moved,) = (op.bytes[FORWARD] for op in layer(job, routed=True) if op.name == name)
         assert moved == passes * 2 * rows * job.model.hidden * job.width
+
+
+@pytest.mark.parametrize(("budget", "share"), [(1e-9, 1.0), (1e6, 0.0)])
+def test_a_budget_of_layers_that_spare_nothing(monkeypatch: pytest.MonkeyPatch, budget: float, share: float) -> None:
+    """Adapters on long sequences over many ranks can leave a layer with nothing but what enters it."""
+    layout = dict(recompute="budget", recompute_budget=budget)
+    job = job_of(run_from_dict(dict(model=LLAMA, layout=layout, cluster=dict(chip="h200"))))
+    ops = layer(job, routed=False)
+    monkeypatch.setattr(passes, "residual_bytes", lambda job: float(passes._saved(job, ops)))
+    assert passes.recomputed_layers(job, ops) == share
