@@ -103,7 +103,7 @@ def test_without_it_the_bits_do_depend_on_the_company() -> None:
         (["layout.context=2"], "layout.context = 2"),
         (["train.fp8=rowwise", "train.dtype=bfloat16"], "fp8"),
         (["train.compile=true"], "compiled"),
-        (["train.loss=chunked"], "loss head"),
+        (["train.loss=chunked"], "the chunked loss"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused(overrides: list[str], phrase: str) -> None:

@@ -150,7 +150,7 @@ def test_ranks_that_are_counted_together_hold_and_send_what_each_does_alone(name
 def test_gathered_values_of_one_head_may_have_no_gradient(adapter: dict[str, object]) -> None:
     """Which is deferred where the matrix, or an adapter that ends in its output, is trained: by LoRA on v alone here."""
     found = []
-    for method in ("gather", "ring"):
+    for method in ("gather", "ulysses"):
         layout = dict(context=2, tensor=2, pipeline=2, schedule="zb-h1", context_method=method)
         run = run_from_dict(
             dict(

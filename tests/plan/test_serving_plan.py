@@ -243,7 +243,7 @@ def test_experts_are_dealt_out_over_tensor_ranks() -> None:
     ]
     assert plans[0].memory.weights == plans[1].memory.weights
     assert plans[1].as_dict()["layout"]["expert"] == 4
-    with pytest.raises(UserError, match="only to hold other experts"):
+    with pytest.raises(UserError, match="only splits experts"):
         plan_serving(run_of("layout.shard=2", "cluster.devices_per_node=2"))
 
 

@@ -74,7 +74,7 @@ def test_moments_in_files_are_the_same_bits_and_not_in_memory(tmp_path: Path) ->
     assert sum(path.stat().st_size for path in files) >= every.moments
     with pytest.raises(UserError, match="there is no such folder"):
         TrainState(made("disk", str(tmp_path / "nowhere")))
-    with pytest.raises(UserError, match="name a folder"):
+    with pytest.raises(UserError, match="needs a folder"):
         made("disk")
 
 

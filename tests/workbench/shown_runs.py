@@ -60,6 +60,7 @@ class Page:
     def __init__(self, base: str, bench: Served, page: Browser) -> None:
         self.arguments, self.bench, self.page = BASES[base], bench, page
         self.file = next((each for each in self.arguments if not each.startswith("--")), None)
+        self.beside = dict(each[2:].split("=", 1) for each in self.arguments if each.startswith("--"))
         self.given = given_of(base).given
         self.touched: set[str] = set()
 
@@ -89,7 +90,8 @@ class Page:
         assert dict(parse_qsl(state["hash"], keep_blank_values=True)) == told, (state["hash"], told)
         assert state["wide"] <= width, f"{state['wide']} pixels wide in a window of {width}"
         keys = self.keys(told)
-        code, plan, errors = printed(keys if self.file is None or "model.preset" in told else told, self.file_for(told))
+        beside = keys if self.file is None or "model.preset" in told else self.beside | told
+        code, plan, errors = printed(beside, self.file_for(told))
         if code == 2:
             return _messages(state["problems"], errors) or _asked(state["controls"], told)
         if state["problems"]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import BASE, drawn
+from base_runs import BASE, drawn
 
 from shardwise.cli.main import main
 from shardwise.run import PRESETS, read_planned

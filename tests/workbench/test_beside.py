@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
+from base_runs import BASE
 from patience import HANG_SECONDS
-from runs import BASE
 
 from shardwise.plan.cost.flops import forward_flops, parameters
 from shardwise.run import UserError

@@ -11,9 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from base_runs import BASE, CHOICES
 from chromium import CHROMIUM, Browser, browser
 from hands import settled
-from runs import BASE, CHOICES
 from served import Served, served
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
