@@ -12,7 +12,7 @@ from shardwise.cli.main import main
 from shardwise.cli.planning.plan import rollout_figures
 from shardwise.plan.plan import plan
 from shardwise.plan.search import search
-from shardwise.plan.serving.rollouts import own_weight_bytes, plan_rollouts
+from shardwise.plan.serving.rollouts import own_weight_bytes, plan_rollouts, played_round, round_seconds
 from shardwise.run import Run, UserError, run_from_dict
 
 
@@ -39,6 +39,16 @@ def test_a_step_is_training_a_share_of_a_round_and_what_looks_back() -> None:
     assert several.step_seconds == pytest.approx(3.0 + (several.rollout_seconds + 4.0) / 4)
     ahead = plan_rollouts(planned(dict(asynchronous=True)), 1e6)
     assert ahead.step_seconds == 1e6  # what is drawn meanwhile takes no time
+
+
+@pytest.mark.parametrize("memory", [0.0, 0.3])
+@pytest.mark.parametrize("minibatches", [9, 20])
+def test_rounds_of_many_answers_repeat_themselves(minibatches: int, memory: float) -> None:
+    """A part of a long round tells how long all of it takes; a round of a million answers is planned as fast as one of hundreds."""
+    run = planned(dict(minibatches=minibatches, completion_tokens=64), serve=dict(max_sequences=32, memory_gib=memory))
+    room = plan_rollouts(run, 1.0).memory
+    assert round_seconds(run, room) == pytest.approx(played_round(run, room).figures.seconds, rel=0.04)
+    assert played_round(run, room, 16).figures.requests == 16
 
 
 def test_answers_of_a_group_share_their_prompt() -> None:

@@ -214,8 +214,26 @@ class RolloutPlan:
         }  # fmt: skip
 
 
-def played_round(run: Run, memory: RolloutMemory) -> Played:
-    """A round of the engine that has most answers, all of them at their full length, played with the engine's scheduler."""
+WAVES = (8, 16)
+"""Rounds with more answers than an engine makes at once so many times over are played that far: what follows repeats itself, since
+all answers have one length."""
+
+
+def round_seconds(run: Run, memory: RolloutMemory) -> float:
+    """Of a round of the engine that has most answers."""
+    answers, group = answers_at_once(run), run.objective.group
+    own = -(-run.objective.completion_tokens // run.serve.page_tokens) + 1
+    together = min(run.serve.max_sequences, run.serve.max_step_tokens, memory.pages // own)
+    wave = -(-max(together, 1) // group) * group
+    if answers <= WAVES[1] * wave:
+        return played_round(run, memory).figures.seconds
+    first, second = (played_round(run, memory, waves * wave).figures.seconds for waves in WAVES)
+    return second + (answers / wave - WAVES[1]) * (second - first) / (WAVES[1] - WAVES[0])
+
+
+def played_round(run: Run, memory: RolloutMemory, answers: int = 0) -> Played:
+    """A round of the engine that has most answers, or so many, all of them at their full length, played with the engine's
+    scheduler."""
     cluster, serve, asked, model = cluster_of(run), run.serve, run.objective, run.model
     form = stored_format(run.model, "auto", run.train.dtype)
     windowed = (1.0, model.sliding_window) if model.sliding_window else (0.0, 0)
@@ -226,7 +244,7 @@ def played_round(run: Run, memory: RolloutMemory) -> Played:
     )  # fmt: skip
     times = StepTime(serving, engine_facts(cluster.chip), min(serve.max_sequences, serve.max_step_tokens))
     place = Place(max(memory.pages, _least_pages(run)), 0, run.train.seq_len, model.sliding_window)
-    own = [LoadRequest(0.0, prompt_tokens(run), asked.completion_tokens)] * answers_at_once(run)
+    own = [LoadRequest(0.0, prompt_tokens(run), asked.completion_tokens)] * (answers or answers_at_once(run))
     return play(serve, own, times, place, group=asked.group)
 
 
@@ -252,12 +270,11 @@ def plan_rollouts(run: Run, train_seconds: float, trained: Memory | None = None)
     memory = rollout_memory(run, *_device(run), trained)
     least, facts = _least_pages(run), engine_facts(cluster_of(run).chip)
     prompt, answers = prompt_tokens(run), run.train.global_batch * asked.minibatches
-    played = played_round(run, memory)
     steps = asked.minibatches * asked.iterations
     passes = int(steps > 1) + int(asked.kl_beta > 0)
     looking = passes * asked.minibatches * train_seconds / 3
     relaying = relaying_seconds(run)
-    rollout = played.figures.seconds + relaying
+    rollout = round_seconds(run, memory) + relaying
     layout = rollout_layout(run)
     beside = asked.asynchronous and (layout.world == layout.replicate or cluster_of(run).chip.name == "cpu")
     hidden = max(0.0, rollout - looking - steps * train_seconds) if beside else rollout

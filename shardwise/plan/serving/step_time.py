@@ -29,6 +29,8 @@ GRID = 8
 """Sizes to each doubling."""
 FEW = 512
 """Tokens up to which a step mostly reads matrices, as decoding does."""
+TILE = 64
+"""Queries that attention takes at a time: fewer take as long."""
 TOUCH = 16.0
 """Keys that attention hardly notices."""
 COMPUTED = ("read", "matmul", "elementwise", "experts", "grouped")
@@ -80,14 +82,19 @@ class StepTime:
             device = self._decode(size, seen / size) + self._pick(size) + self._exchange(size)
             host = facts.serve_step + (decodes + len(chunks)) * facts.serve_sequence + new * facts.serve_token
             return Spent(host, 0.0, device)
+        # A token behind others attends as one that is decoded: the last of a prompt whose pages are known.
+        single = [before for before, count in chunks if count == 1]
+        attending, attended = decodes + len(single), keys + sum(single) + len(single)
+        chunks = [each for each in chunks if each[1] > 1]
         device = self._factor("prompt", tokens, each) * (
             self._whole * self._linear(tokens) + sum(self._prompt(count) for _, count in chunks)
         )
         if any(before for before, _ in chunks):
-            behind = sum(2 * before / count * self._prompt(count) for before, count in chunks)
+            sizes = [(before, max(count, TILE)) for before, count in chunks]
+            behind = sum(2 * before / count * self._prompt(count) for before, count in sizes)
             device += self._factor("after", each, 0.0) * behind
-        if decodes:
-            device += max(0.0, self._decode(decodes, keys / decodes) - self._decode(decodes, TOUCH))
+        if attending:
+            device += max(0.0, self._decode(attending, attended / attending) - self._decode(attending, TOUCH))
         device += self._pick(sampled) + self._exchange(tokens)
         before = facts.serve_mixed + decodes * facts.serve_sequence + new * facts.serve_token
         return Spent(before, layers * facts.serve_layer, device)
