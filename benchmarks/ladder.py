@@ -1,8 +1,8 @@
 """A ladder of five small runs beside the run it predicts: `python benchmarks/ladder.py --out DIR` writes the rungs of
-examples/ladder.toml with `shardwise scale ladder`, trains each on two cores of its own, side by side where there are more, and
-the target on a GPU or on the cores that are left. It prints the prediction, what the target reached, and the seconds that the rungs
-take one after another on two cores. Exits with 1 where the prediction is off by more than 2% or they take more than half an
-hour."""
+examples/ladder.toml with `shardwise scale ladder` and trains each on two cores of its own, side by side where there are more. The
+target trains on a GPU, or on the cores that are left; where none are, after the rungs. Prints the prediction, what the target
+reached, and the seconds that the rungs take one after another on two cores. Exits with 1 where the prediction is off by more than
+2% or they take more than half an hour."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).parents[1]
 MOST_SECONDS, MOST_OFF = 1800.0, 0.02
@@ -54,6 +56,7 @@ def main() -> None:
     pairs = [set(cores[at : at + 2]) for at in range(0, len(cores) - 1, 2)]
     free = pairs[: max(1, min(len(rungs), len(pairs) - 1))]
     rest = set(cores) - set().union(*free)
+    on_gpu = torch.cuda.is_available()
 
     def train(rung: dict[str, Any]) -> float:
         mine, began = free.pop(), time.monotonic()
@@ -62,15 +65,13 @@ def main() -> None:
         return time.monotonic() - began
 
     def target() -> None:
-        import torch
-
         words = ["train", str(args.run), "--out", str(args.out / "target"), *overrides]
-        shardwise([*words, "--train.dtype=float32"]) if torch.cuda.is_available() else shardwise(words, rest or None)
+        shardwise([*words, "--train.dtype=float32"]) if on_gpu else shardwise(words, rest or set(cores))
 
     with ThreadPoolExecutor(len(free)) as pool, ThreadPoolExecutor(1) as aside:
-        goal = aside.submit(target)
+        beside = aside.submit(target) if on_gpu or rest else None
         taken = list(pool.map(train, reversed(rungs)))
-        goal.result()
+        target() if beside is None else beside.result()
     found = json.loads(shardwise(ladder))
     said, reached = found["prediction"], last_loss(args.out / "target")
     off = said["loss"] / reached - 1

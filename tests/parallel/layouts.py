@@ -86,6 +86,8 @@ def draw_with_run(generator: random.Random, world: int, axes: int) -> tuple[Draw
             train["microbatch"] = max(train["microbatch"], cases.BATCH // (layout["replicate"] * layout["shard"]) // 2)
         train["optimizer"] = generator.choice(["adamw", "adamw", "muon"])
         train["loss"] = generator.choice(["plain", "chunked"])
+        if generator.random() < 0.2:
+            train |= dict(parametrization="mup", base_width=8, base_layers=1)
         if run := legal_run(model, layout, train):
             return (model, layout, train), run
 
