@@ -1,13 +1,13 @@
 """Drawn runs that mix what a user may combine, each verified: `shardwise verify`'s own comparison on real ranks, or its dry one of
 every rank, must find plan and run equal to the last operation, message and byte.
 
-    python tests/chaos/verifications.py [--count 200] [--seed 1] [--at-once 2] [--methods] [--only N]
+    python tests/chaos/verifications.py [--count 200] [--seed 1] [--at-once 2] [--methods] [--only N] [--out FILE]
 
 A draw (`tests/parallel/layouts.py`) has up to eight ranks and a model with parts that no published one has together: recompute
 budgets with several chunks a rank, expert capacity, windows under every context method, latent attention, tied embeddings, Muon,
 ZeRO stages, schedules, stages without layers. Parameters in the CPU's memory need a GPU, and are compared dry. With `--methods` a
 draw has two or more ways to save memory and traffic (`tests/parallel/methods.py`). Only what differs is printed, with the command
-that repeats it.
+that repeats it. With `--out` the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import cases  # noqa: E402
 import layouts  # noqa: E402
 import methods  # noqa: E402
 from parallel_pool import RankPool  # noqa: E402
+from recorded import Key, Recorded  # noqa: E402
 
 from shardwise.run import Run, UserError  # noqa: E402
 
@@ -127,15 +128,18 @@ def _changed(section: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(section).items() if value != getattr(usual, name)}
 
 
-def campaign(seed: int, numbers: list[int], at_once: int, saving: bool = False) -> list[str]:
-    """What is wrong with each of them, so many at a time."""
-    said: list[str] = []
+def campaign(numbers: list[int], at_once: int, saving: bool, recorded: Recorded) -> list[str]:
+    """What is wrong with each of them, so many at a time; those that were recorded are not run again."""
+    keys: dict[int, Key] = {number: ("methods" if saving else "all", number) for number in numbers}
+    left = [number for number in numbers if keys[number] not in recorded.said]
     with ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn")) as pool:
-        for each in as_completed([pool.submit(verify, seed, number, saving) for number in numbers]):
-            said.append(each.result())
-            if said[-1]:
-                print(said[-1], flush=True)
-    return said
+        running = {pool.submit(verify, recorded.seed, number, saving): number for number in left}
+        for done, each in enumerate(as_completed(running), 1):
+            recorded.add(keys[running[each]], each.result())
+            if each.result():
+                print(each.result(), flush=True)
+            print(f"\r{done} of {len(left)}", end="" if done < len(left) else "\n", file=sys.stderr, flush=True)
+    return [recorded.said[keys[number]] for number in numbers]
 
 
 def main() -> int:
@@ -148,10 +152,11 @@ def main() -> int:
     parser.add_argument(
         "--only", type=int, nargs="+", metavar="N", help="the runs of these numbers, to repeat what was said"
     )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="what was done, to go on with")
     args = parser.parse_args()
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # of what PyTorch will change
     numbers = list(range(args.count)) if args.only is None else args.only
-    said = campaign(args.seed, numbers, args.at_once, args.methods)
+    said = campaign(numbers, args.at_once, args.methods, Recorded(args.out, args.seed))
     wrong = sum(bool(one) for one in said)
     print(f"{len(said) - wrong} passed, {wrong} failed")
     return 1 if wrong else 0
