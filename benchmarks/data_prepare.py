@@ -1,6 +1,6 @@
 """`shardwise data prepare` beside datatrove: the same made-up corpus through the same steps with the same settings.
 
-    python benchmarks/data_prepare.py make CORPUS --megabytes 100
+    python benchmarks/data_prepare.py make CORPUS --megabytes 100 [--copies 0.85]
     python benchmarks/data_prepare.py golden tests/data/prepare/datatrove.json     # needs datatrove and spaCy
     python benchmarks/data_prepare.py compare CORPUS --out RESULTS --workers 2     # needs datatrove and spaCy
 
@@ -110,14 +110,18 @@ def vocabulary(rng: random.Random, size: int = 20_000) -> list[str]:
     return [*STOP, *("".join(rng.choices(parts, k=rng.randint(1, 5))) for _ in range(size))]
 
 
-def documents(count: int, seed: int = 0) -> Iterator[str]:
-    """Documents of all sorts: good ones, lists, repetitions, short ones, other alphabets, copies with and without changes."""
+def documents(count: int, seed: int = 0, copies: float = 0.0) -> Iterator[str]:
+    """Documents of all sorts: good ones, lists, repetitions, short ones, other alphabets, copies with and without changes; a
+    share of `copies` more that change nothing."""
     rng = random.Random(seed)
     words = vocabulary(rng)
     weights = [1 / (rank + 8) for rank in range(len(words))]
     recent: list[str] = []
     pool: list[str] = []
     for _ in range(count):
+        if copies and recent and rng.random() < copies:
+            yield rng.choice(recent)
+            continue
         if len(pool) < 4000:
             pool += rng.choices(words, weights, k=50_000)
         kind = rng.random()
@@ -168,19 +172,18 @@ def _document(rng: random.Random, pool: list[str], kind: float) -> str:
     return rng.choice(("\n", "\n", "\n\n")).join(lines)
 
 
-def make(folder: Path, megabytes: float, files: int, seed: int) -> None:
+def make(folder: Path, megabytes: float, files: int, seed: int, copies: float) -> None:
     """Write a corpus of JSONL files of about a size."""
     folder.mkdir(parents=True, exist_ok=True)
+    most = megabytes * 1e6 / files
     with multiprocessing.Pool() as pool:
-        pool.starmap(
-            _make, [(folder / f"{n:03d}.jsonl", megabytes * 1e6 / files, seed * 1000 + n) for n in range(files)]
-        )
+        pool.starmap(_make, [(folder / f"{n:03d}.jsonl", most, seed * 1000 + n, copies) for n in range(files)])
 
 
-def _make(path: Path, most: float, seed: int) -> None:
+def _make(path: Path, most: float, seed: int, copies: float) -> None:
     written = 0
     with path.open("w", encoding="utf-8") as file:
-        for text in documents(2**40, seed):
+        for text in documents(2**40, seed, copies):
             written += file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
             if written >= most:
                 break
@@ -347,6 +350,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=50)
     parser.add_argument("--files", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--copies", type=float, default=0.0, help="of `make`: the share that only repeats a document")
     parser.add_argument("--out", type=Path, default=Path("prepared"))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--words", default="spacy/en")
@@ -355,7 +359,7 @@ def main() -> None:
     if args.verb == "golden":
         args.corpus.write_text(json.dumps(golden(600, 3), separators=(",", ":")) + "\n")
     elif args.verb == "make":
-        make(args.corpus, args.megabytes, args.files, args.seed)
+        make(args.corpus, args.megabytes, args.files, args.seed, args.copies)
     elif args.verb == "compare":
         print(json.dumps(compare(args.corpus, args.out, args.workers, args.words), indent=1))
     else:
