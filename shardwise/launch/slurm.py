@@ -11,7 +11,7 @@ from __future__ import annotations
 import shlex
 
 from shardwise.launch.job import Job, time_text
-from shardwise.train.faults.ranks import MISTAKE
+from shardwise.train.faults.ranks import DOUBLINGS, MISTAKE
 from shardwise.train.faults.stop import PREEMPTED
 
 EARLY = 90
@@ -84,7 +84,7 @@ def script(job: Job) -> str:
             "  failures=$((failures + 1))",
             f'  echo "the ranks ended with exit code $code (failure $failures of {train.restarts + 1})" >&2',
             f"  [ $failures -le {train.restarts} ] || exit $code",
-            f"  sleep $(({max(1, round(train.restart_wait))} << (failures - 1)))",
+            f"  sleep $(({max(1, round(train.restart_wait))} << (failures > {DOUBLINGS} ? {DOUBLINGS} : failures - 1)))",
             "done",
             "",
         ]

@@ -36,8 +36,8 @@ def lines(job: Job, hosts: Sequence[str]) -> list[str]:
 
 
 def script(job: Job, hosts: Sequence[str]) -> str:
-    """A file that starts all of them and waits; its exit code is that of the first to fail."""
+    """A file that starts all of them and waits; its exit code is that of the first host in the list that fails."""
     every = [f"{line} &\npids+=($!)" for line in lines(job, hosts)]
     notes = [f"# {note}" for note in job.notes]
-    end = ["code=0", 'for pid in "${pids[@]}"; do wait "$pid" || code=$?; done', "exit $code", ""]
+    end = ["code=0", 'for pid in "${pids[@]}"; do wait "$pid" || code=$((code ? code : $?)); done', "exit $code", ""]
     return "\n".join(["#!/bin/bash", *notes, "pids=()", *every, *end])

@@ -113,12 +113,13 @@ def owners_of(train_state: TrainState) -> dict[int, str]:
 
 
 def _summarized(snapshot: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    index = device.index or 0
     segments = [
         dict(address=s["address"], bytes=s["total_size"], blocks=[[b["size"], b["state"]] for b in s["blocks"]])
         for s in snapshot["segments"]
-        if s["device"] == device.index
+        if s["device"] == index
     ]
-    history = snapshot["device_traces"][device.index or 0]
+    history = snapshot["device_traces"][index]
     return dict(
         peak=torch.cuda.max_memory_allocated(device),
         reserved=torch.cuda.max_memory_reserved(device),

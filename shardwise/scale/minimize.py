@@ -71,7 +71,7 @@ def _step(
     upward = ~(along < 0)
     way[upward] = -slope[upward]
     along = np.where(upward, -(slope * slope).sum(1), along)
-    # Nothing is known of the scale before the first step, nor after a reset: no coefficient moves by more than one.
+    # Nothing is known of the scale before the first step: no coefficient moves by more than 1, later by no more than 5.
     length = np.minimum(1.0, 1.0 / np.maximum(np.abs(way).max(1), 1e-300)) if first else np.ones(len(live))
     length = np.minimum(length, 5.0 / np.maximum(np.abs(way).max(1), 1e-300))
     low, high = np.zeros(len(live)), np.full(len(live), np.inf)

@@ -140,6 +140,13 @@ def test_the_script_goes_on_after_a_stop_and_starts_again_after_a_failure(work: 
     assert run_script(work, [137, 1, 1, 1, 0], saves=True)[0] == 0
 
 
+def test_the_wait_before_a_restart_doubles_six_times_at_most(work: Path) -> None:
+    assert launch("--on", "slurm", "--out", "job", *TWO_BY_TWO, "--train.restarts=10", "--train.restart_wait=2") == 0
+    code, calls = run_script(work, [1] * 10)
+    waits = [int(call.split()[1]) for call in calls if call.startswith("sleep")]
+    assert (code, waits) == (0, [2, 4, 8, 16, 32, 64, 128, 128, 128, 128])
+
+
 def test_a_container_has_the_folders_of_the_run(work: Path) -> None:
     assert (
         launch(
@@ -228,6 +235,13 @@ def test_torchrun_has_a_line_for_every_host(work: Path, capsys: pytest.CaptureFi
     assert subprocess.run(["bash", "-n", "job"]).returncode == 0
     assert launch("--on", "torchrun", "--out", "job", *TWO_BY_TWO, "--hosts", "a") == 2
     assert "must name the 2 machines of the run, as in a,b,c" in capsys.readouterr().err
+
+
+def test_the_hosts_of_torchrun_end_with_the_exit_code_of_the_first_that_fails(work: Path) -> None:
+    assert launch("--on", "torchrun", "--out", "job", *TWO_BY_TWO, "--hosts", "a,b") == 0
+    command(work / "programs", "ssh", "case $1 in a) exit 75;; b) exit 1;; esac")
+    environment = os.environ | dict(PATH=f"{work / 'programs'}:{os.environ['PATH']}")
+    assert subprocess.run(["bash", "job"], cwd=work, env=environment, timeout=HANG_SECONDS).returncode == 75
 
 
 def test_what_was_submitted_is_followed_and_cancelled(

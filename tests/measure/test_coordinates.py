@@ -31,8 +31,10 @@ def test_widths_make_no_difference_with_mup(tmp_path: Path, capsys: pytest.Captu
     command = ["scale", "coordinates", str(path), "--widths", "128,256", "--steps", "3", "--seeds", "1"]
     assert main([*command, "--train.parametrization=standard", "--json"]) == 1
     standard = json.loads(capsys.readouterr().out)
-    main([*command, "--train.parametrization=mup", "--json"])
+    main([*command, "--train.parametrization=mup", "--json", "--svg", str(picture), "--plot"])
     mup = json.loads(capsys.readouterr().out)
+    assert picture.read_text().startswith("<svg")
+    picture.unlink()
     assert set(mup["slopes"]) == {"embed", "layers.0.attention", "layers.0.ffn", "layers.0", "logits"}
     assert mup["worst"] < 0.12 < 0.3 < standard["worst"]
     main([*command[:3], "--widths", "32,64", "--steps", "1", "--seeds", "1", "--svg", str(picture)])

@@ -10,6 +10,8 @@ from typing import Any
 import cases
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import register_flop_formula
 
 import shardwise
+from shardwise.measure.profiler.attention import varlen_flops
 from shardwise.model.loss import LinearCrossEntropy
 from shardwise.model.transformer import Transformer
 from shardwise.plan.cost.flops import forward_flops, parameters
@@ -128,6 +131,18 @@ def test_attention_counts_its_pairs_whatever_computes_it(how: str, kernel: SDPBa
     linear = 3 * 10 * 16 * (48 + 16) * 2
     assert p.forward_flops == whole.flops["forward"] + linear
     assert p.backward_flops == 2 * whole.flops["forward"] + 2 * linear - 3 * 10 * 16 * 48 * 2  # x has no gradient
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.one_of(st.none(), st.integers(-1, 9)), st.booleans())
+def test_varlen_attention_counts_the_pairs_of_its_mask(queries: int, keys: int, window: int | None, causal: bool) -> None:
+    """The last query is aligned with the last key, as where one token is decoded behind others."""
+    q, k, v = torch.empty(queries, 2, 8), torch.empty(keys, 2, 8), torch.empty(keys, 2, 4)
+    ends_q, ends_k = (torch.tensor([0, 0, length]) for length in (queries, keys))
+    arguments = dict(query=q, key=k, value=v, cum_seq_q=ends_q, cum_seq_k=ends_k, is_causal=causal)
+    at, key = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
+    seen = (key <= at) & (key >= at - (keys if window is None or window < 0 else window))
+    pairs = seen.sum() if causal else queries * keys
+    assert varlen_flops(arguments | dict(window_size_left=window)) == pairs * 2 * 2 * (8 + 4)
 
 
 class Checkpointed(nn.Module):

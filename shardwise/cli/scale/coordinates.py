@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
 from shardwise.cli.machinery.terminal import progress_line
 from shardwise.cli.scale.pictures import write_pictures
 from shardwise.report import colors, words
 from shardwise.report.plot import Plot, Series
 from shardwise.run import Problem, UserError, read_run
+
+if TYPE_CHECKING:
+    from shardwise.measure.coordinates import Coordinates
 
 FLAT = 0.05
 """A slope below it counts as none."""
@@ -32,7 +36,9 @@ def coordinates(args: argparse.Namespace) -> int:
         found = measure(run, widths, args.steps, args.seeds, tell)
     slopes = found.slopes
     worst = max(abs(slope) for name, slope in slopes.items() if not name.endswith((".attention", ".ffn")))
+    title, plots = "Coordinate check", [_plot(found, run.train.parametrization)]
     if args.json:
+        write_pictures(args, title, plots)
         figures = dict(widths=found.widths, changes=found.changes, slopes=slopes, worst=worst)
         print(json.dumps(figures | dict(parametrization=run.train.parametrization)))
         return 0 if worst < FLAT else 1
@@ -43,19 +49,16 @@ def coordinates(args: argparse.Namespace) -> int:
         print(f"{name:<{name_width}}  {slopes[name]:>+7.3f}  " + "  ".join(f"{value:>8.3g}" for value in values))
     said = "does not depend" if worst < FLAT else "depends"
     print(f"what the stream and the logits learn {said} on the width: the largest slope is {worst:.3f}")
+    for path in write_pictures(args, title, plots):
+        print(f"wrote {path}")
+    return 0 if worst < FLAT else 1
+
+
+def _plot(found: Coordinates, parametrization: str) -> Plot:
     lines = []
     for at, (name, values) in enumerate(found.changes.items()):
         color = colors.ramp(at / max(1, len(found.changes) - 1))
-        places = [(float(width), value) for width, value in zip(found.widths, values, strict=True)]
-        lines += [Series(name, places, color), Series(name, places, color, joined=False)]
-    plot = Plot(
-        f"Coordinate check, {run.train.parametrization}",
-        "width",
-        "change of outputs",
-        lines,
-        log_y=True,
-        words_x=words.count,
-    )
-    for path in write_pictures(args, "Coordinate check", [plot]):
-        print(f"wrote {path}")
-    return 0 if worst < FLAT else 1
+        points = [(float(width), value) for width, value in zip(found.widths, values, strict=True)]
+        lines += [Series(name, points, color), Series(name, points, color, joined=False)]
+    title = f"Coordinate check, {parametrization}"
+    return Plot(title, "width", "change of outputs", lines, log_y=True, words_x=words.count)

@@ -44,7 +44,7 @@ def _power(value: float) -> str:
 
 
 def write_pictures(args: argparse.Namespace, title: str, plots: list[Plot]) -> list[str]:
-    """Write what was asked for, and print letters for `--plot`; returns the files."""
+    """Write what was asked for, and print letters for `--plot`, unless JSON is printed; returns the files."""
     written = []
     if args.svg:
         write_file(args.svg, svg(plots).encode())
@@ -56,7 +56,7 @@ def write_pictures(args: argparse.Namespace, title: str, plots: list[Plot]) -> l
         ]
         write_file(args.html, html.page(title, sections).encode())
         written.append(args.html)
-    if args.plot:
+    if args.plot and not args.json:
         for plot in plots:
             print("\n".join(["", *letters(plot)]))
     return written

@@ -52,8 +52,14 @@ def varlen_flops(given: dict[str, Any]) -> Any:
     if not causal:
         return (queries * seen).sum() * width
     window = given.get("window_size_left")
-    most = seen if window is None or window < 0 else seen.clamp(max=window + 1)
-    return (most * (most + 1) / 2 + most * (queries - most)).sum() * width
+
+    def pairs(length: Tensor) -> Tensor:
+        """Pairs of a row with as many queries as keys."""
+        most = length if window is None or window < 0 else length.clamp(max=window + 1)
+        return most * (most + 1) / 2 + most * (length - most)
+
+    # The last query is aligned with the last key: fewer queries than keys are the last rows of a square.
+    return (pairs(seen) - pairs((seen - queries).clamp(min=0))).sum() * width
 
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

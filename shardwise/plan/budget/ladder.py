@@ -16,7 +16,7 @@ from shardwise.scale.points import FLOPS_PER_TOKEN
 from shardwise.scale.published import step_law
 
 SPACING = 1.6
-"""Between the sizes of two rungs; wider where the target is far."""
+"""Ratio of the sizes of two neighbouring rungs."""
 LARGEST = 3.0
 """The target is at least so many times larger than any rung."""
 FEWEST_STEPS = 50

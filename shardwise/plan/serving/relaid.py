@@ -98,7 +98,7 @@ def parts_of(run: Run, name: str, box: Box) -> list[Part]:
         first, second = scales_of(name)
         found.append(part(first, (row, rows), (column // NF4_BLOCK, columns // NF4_BLOCK)))
         if run.adapter.double_quantization:
-            found.append(part(second, (0, find_parameter(run.model, second_of(name), run.adapter).shape[-1])))
+            found.append(part(second, (0, find_parameter(run.model, second, run.adapter).shape[-1])))
     if entry.adapted:
         a, b = factors_of(name)
         rank = run.adapter.rank
@@ -106,11 +106,6 @@ def parts_of(run: Run, name: str, box: Box) -> list[Part]:
         if run.adapter.kind == "dora":
             found.append(part(magnitude_of(name), (row, rows)))
     return found
-
-
-def second_of(matrix: str) -> str:
-    """The name of the scales of the scales of a 4-bit matrix."""
-    return scales_of(matrix)[1]
 
 
 def made_box(run: Run, name: str, box: Box) -> Box:

@@ -277,10 +277,10 @@ def plan_rollouts(run: Run, train_seconds: float, trained: Memory | None = None)
     rollout = round_seconds(run, memory) + relaying
     layout = rollout_layout(run)
     beside = asked.asynchronous and (layout.world == layout.replicate or cluster_of(run).chip.name == "cpu")
-    hidden = max(0.0, rollout - looking - steps * train_seconds) if beside else rollout
+    exposed = max(0.0, rollout - looking - steps * train_seconds) if beside else rollout
     tokens = answers * asked.completion_tokens
     flops = forward_flops(run.model, prompt + asked.completion_tokens) * (tokens + answers // asked.group * prompt)
     return RolloutPlan(
         memory, memory.pages >= least, prompt, answers, rollout, passes, looking, train_seconds,
-        train_seconds + (hidden + looking) / steps, flops, facts.origin, tokens, layout, relaying,
+        train_seconds + (exposed + looking) / steps, flops, facts.origin, tokens, layout, relaying,
     )  # fmt: skip

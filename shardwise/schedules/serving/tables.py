@@ -153,10 +153,6 @@ class PageTables:
         sequence.computed, sequence.given_back = computed, given_back
         return True
 
-    def swapped(self, sequence: Sequence) -> int:
-        """Pages needed for it to come back and go on by one token."""
-        return self.pages_of(sequence.computed + 1) - sequence.given_back
-
     def swap_in(self, sequence: Sequence, step: Step) -> None:
         """Bring it back. Pages that the prefix cache still holds need not travel."""
         pool = self.pool

@@ -38,13 +38,11 @@ from shardwise.train.faults.heartbeat import (
     limit_in,
     read_heartbeat,
 )
-from shardwise.train.faults.ranks import GRACE, MISTAKE, Ranks, describe_exit, environment_of, free_port
+from shardwise.train.faults.ranks import DOUBLINGS, GRACE, MISTAKE, Ranks, describe_exit, environment_of, free_port
 from shardwise.train.faults.stop import PREEMPTED, SIGNALS, Preempted, StopRequest, decided
 
 FIRST_HEARTBEAT = 120.0
 """Seconds within which a rank must have given its first heartbeat."""
-LONGEST_WAIT = 64
-"""Largest wait before a restart, in multiples of the first one."""
 
 
 @dataclass
@@ -68,7 +66,7 @@ class Restarts:
         self.failures += 1
         if self.failures > self.limit:
             return None
-        return self.wait * min(2 ** (self.failures - 1), LONGEST_WAIT)
+        return self.wait * 2 ** min(self.failures - 1, DOUBLINGS)
 
 
 class Agent(SimpleElasticAgent):

@@ -32,6 +32,8 @@ from shardwise.train.faults.stop import SIGNALS
 
 GRACE = 3.0
 """Seconds that ranks have to end by themselves once one has failed."""
+DOUBLINGS = 6
+"""How often the wait before a restart doubles, at most."""
 MISTAKE = 2
 """Exit code of a user's mistake, which a restart does not fix."""
 COMMAND = "SHARDWISE_COMMAND"

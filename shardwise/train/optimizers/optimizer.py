@@ -2,7 +2,7 @@
 
 Decay is decoupled and spares norms and biases. Muon orthogonalises the momentum of the matrices inside the blocks and
 leaves embeddings, head, norms and biases to AdamW. `torch.optim.Muon` is not used: it takes single matrices only, not
-stacked experts or shards, and always iterates in bfloat16, where here the dtype of the parameters decides.
+stacked experts or shards, and always iterates in bfloat16. Here only float32 on a GPU does; float64 and CPUs keep their dtype.
 Optimizers work on this rank's shards as plain tensors: their arithmetic is elementwise, except for Muon, which gathers the
 matrix (traffic: every matrix once a step over the ranks that hold its shards). On a GPU `FusedAdamW` is one pass over float32
 parameters, gradients and moments, with the gradients' factor in it; `torch.optim.AdamW`, fused, is the same arithmetic elsewhere.

@@ -3,7 +3,7 @@
 Launchers agree on little: torchrun gives everything, Slurm says how many tasks a machine has in a run-length code, OpenMPI gives no
 address, Kubernetes an index. How many ranks this machine has decides whether there is a GPU for each, and so whether NCCL can be
 used; where a launcher binds each rank to GPUs of its own, a rank sees fewer GPUs than the machine has ranks. All of it is read
-here, from the environment alone.
+here, from environment variables, and the address of the first machine of a Slurm job from `scontrol`.
 """
 
 from __future__ import annotations

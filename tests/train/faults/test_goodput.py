@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.train.faults import heartbeat
-from shardwise.train.faults.agent import LONGEST_WAIT, Restarts
+from shardwise.train.faults.agent import Restarts
+from shardwise.train.faults.ranks import DOUBLINGS
 from shardwise.train.faults.goodput import goodput, read_events, record_event
 from shardwise.train.faults.heartbeat import (
     GroupProgress,
@@ -36,7 +37,7 @@ def test_a_run_that_advances_may_fail_forever_and_one_that_does_not_is_given_up(
     assert [restarts.after_failure(990) for _ in range(3)] == [1.0, 2.0, None]
     assert Restarts(limit=0, wait=1.0).after_failure(-1) is None
     patient = Restarts(limit=100, wait=1.0)
-    assert [patient.after_failure(-1) for _ in range(100)][-1] == LONGEST_WAIT
+    assert [patient.after_failure(-1) for _ in range(100)][-1] == 2**DOUBLINGS
 
 
 def beat(rank: int, *groups: GroupProgress) -> Heartbeat:
