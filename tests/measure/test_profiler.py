@@ -134,7 +134,9 @@ def test_attention_counts_its_pairs_whatever_computes_it(how: str, kernel: SDPBa
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.one_of(st.none(), st.integers(-1, 9)), st.booleans())
-def test_varlen_attention_counts_the_pairs_of_its_mask(queries: int, keys: int, window: int | None, causal: bool) -> None:
+def test_varlen_attention_counts_the_pairs_of_its_mask(
+    queries: int, keys: int, window: int | None, causal: bool
+) -> None:
     """The last query is aligned with the last key, as where one token is decoded behind others."""
     q, k, v = torch.empty(queries, 2, 8), torch.empty(keys, 2, 8), torch.empty(keys, 2, 4)
     ends_q, ends_k = (torch.tensor([0, 0, length]) for length in (queries, keys))

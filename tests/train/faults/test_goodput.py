@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from shardwise.train.faults import heartbeat
 from shardwise.train.faults.agent import Restarts
-from shardwise.train.faults.ranks import DOUBLINGS
 from shardwise.train.faults.goodput import goodput, read_events, record_event
 from shardwise.train.faults.heartbeat import (
     GroupProgress,
@@ -27,7 +26,7 @@ from shardwise.train.faults.heartbeat import (
     missing,
     read_heartbeat,
 )
-from shardwise.train.faults.ranks import environment_of
+from shardwise.train.faults.ranks import DOUBLINGS, environment_of
 from shardwise.train.progress.speed import Comparison, busy_seconds
 
 
