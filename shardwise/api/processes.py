@@ -104,8 +104,8 @@ def train_run(run: Run, out: Path | None, quiet: bool) -> TrainResult:
 class Server:
     """A server that runs beside this process, until `stop()` or the end of its `with`."""
 
-    def __init__(self, child: subprocess.Popen[str], url: str) -> None:
-        self.child, self.url = child, url
+    def __init__(self, child: subprocess.Popen[str], url: str, api_key: str = "") -> None:
+        self.child, self.url, self._api_key = child, url, api_key
         # Nobody else reads what it prints; a full pipe would hold it up.
         threading.Thread(target=self._drain, daemon=True).start()
 
@@ -119,10 +119,16 @@ class Server:
         import json
         from urllib.request import Request, urlopen
 
-        model = json.loads(urlopen(f"{self.url}/v1/models").read())["data"][0]["id"]
+        headers = {"Content-Type": "application/json"}
+        if self._api_key:
+            headers["Authorization"] = f"Bearer {self._api_key}"
+
+        def answer(path: str, body: bytes | None = None) -> Any:
+            return json.loads(urlopen(Request(f"{self.url}/v1/{path}", body, headers)).read())
+
+        model = answer("models")["data"][0]["id"]
         body = json.dumps({"model": model, "prompt": prompt, **fields}).encode()
-        asked = Request(f"{self.url}/v1/completions", body, {"Content-Type": "application/json"})
-        return json.loads(urlopen(asked).read())["choices"][0]["text"]
+        return answer("completions", body)["choices"][0]["text"]
 
     def stop(self) -> None:
         """Let what runs finish, then end."""
@@ -155,7 +161,7 @@ def start_server(checkpoint: Path, options: Mapping[str, Any]) -> Server:
         for line in child.stdout:
             last.append(line)
             if line.startswith("serving ") and " at http" in line:
-                return Server(child, line.rpartition(" at ")[2].strip())
+                return Server(child, line.rpartition(" at ")[2].strip(), str(options.get("api_key", "")))
     except BaseException:
         child.terminate()
         child.wait()

@@ -74,10 +74,9 @@ def quantize_checkpoint(
         parameter.requires_grad_(False)
     tell("perplexity before")
     first = perplexity(model, texts, evaluated, where)
-    numbers = range(min(sequences, texts.calibrations))
+    numbers = spread(texts.calibrations, sequences)
     batches = (
-        tensors_of(texts.calibration(spread(len(numbers), len(numbers))[n : n + TOGETHER]), where)
-        for n in range(0, len(numbers), TOGETHER)
+        tensors_of(texts.calibration(numbers[n : n + TOGETHER]), where) for n in range(0, len(numbers), TOGETHER)
     )
     quantize_layers(model, batches, settings, lambda done, total: tell(f"layer {done} of {total}"))
     tell("perplexity after")

@@ -339,11 +339,14 @@ class Engine:
             following = chunk.sequence.tokens[
                 chunk.start + 1 : min(chunk.start + chunk.count + 1, chunk.sequence.prompt)
             ]
-            known = len(answer.prompt_logprobs) - 1
-            if known > chunk.start:  # computed again after it was preempted
+            # After a preemption a prompt is computed again, perhaps in other chunks.
+            known = max(0, len(answer.prompt_logprobs) - 1 - chunk.start)
+            following, logits = following[known:], logits[known : len(following)]
+            if not following:
                 continue
-            told = torch.tensor(following, device=logits.device)
-            values = logprobs_of(logits[: len(following)], told, most, self.runner.model.invariant)
+            values = logprobs_of(
+                logits, torch.tensor(following, device=logits.device), most, self.runner.model.invariant
+            )
             answer.prompt_logprobs = answer.prompt_logprobs or [None]
             answer.prompt_logprobs += read_logprobs(following, *values, [most] * len(following))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from engines import FAMILIES, VOCAB, engine_of, expected, tokens_of
+from engines import FAMILIES, VOCAB, engine_of, expected, expected_of_prompt, tokens_of
 
 from shardwise.run.sections.serve import ServeConfig
 from shardwise.serve.request import Request, Sampling
@@ -37,14 +37,17 @@ def drawn_settings(draw: random.Random) -> tuple[ServeConfig, int, dict[str, Any
     return settings, pages, more
 
 
-def drawn_requests(draw: random.Random) -> list[Request]:
-    """Prompts that begin alike, few enough that what they must give is computed once."""
+def drawn_requests(draw: random.Random, of_prompts: bool) -> list[Request]:
+    """Prompts that begin alike, few enough that what they must give is computed once. `of_prompts`: some ask for logprobs of their
+    prompts."""
     base = tuple(random.Random(7).randrange(VOCAB) for _ in range(30))
     found = []
     for n in range(draw.randint(1, 7)):
         kept = draw.choice([0, 3, 8, 15, 24])
         prompt = base[:kept] + tuple(base[(kept + draw.randrange(4)) % 30] for _ in range(1)) + base[:2]
         sampling = Sampling(0.0, logprobs=draw.choice([None, 0, 3]))
+        if of_prompts:
+            sampling = replace(sampling, prompt_logprobs=draw.choice([None, None, None, 1]))
         found.append(
             Request(
                 f"r{n}", prompt, draw.randint(1, TOKENS), sampling, n=draw.choice([1, 1, 1, 2, 3]),
@@ -54,9 +57,9 @@ def drawn_requests(draw: random.Random) -> list[Request]:
     return found
 
 
-def check_answers(engine: Any, draw: random.Random, family: str) -> int:
+def check_answers(engine: Any, draw: random.Random, family: str, of_prompts: bool = True) -> int:
     """Let an engine answer drawn requests, some of which are aborted, and compare. How many were aborted."""
-    requests, pace = drawn_requests(draw), draw.choice([0.2, 0.5, 1.0])
+    requests, pace = drawn_requests(draw, of_prompts), draw.choice([0.2, 0.5, 1.0])
     coming, alive, aborted, found = list(requests), [], set(), {}
     while coming or not engine.idle:
         while coming and (engine.idle or draw.random() < pace):
@@ -78,6 +81,11 @@ def check_answers(engine: Any, draw: random.Random, family: str) -> int:
                 continue
             assert made == tokens[: request.max_tokens]
             assert [output.finish for output in got][-1] == "length"
+            if request.sampling.prompt_logprobs is not None and index == 0:
+                first, *others = got[0].prompt_logprobs
+                assert first is None
+                assert [each.token for each in others if each] == list(request.prompt[1:])
+                assert [each.logprob for each in others if each] == pytest.approx(expected_of_prompt(family, request.prompt), abs=1e-9)
             if request.sampling.logprobs is not None:
                 own = [each for output in got for each in output.logprobs]
                 assert [each.logprob for each in own] == pytest.approx(logprobs[: len(made)], abs=1e-9)
@@ -97,13 +105,13 @@ class Drawn:
     aborted: int
 
 
-def check_schedule(seed: str, families: Sequence[str] = tuple(FAMILIES)) -> Drawn:
+def check_schedule(seed: str, families: Sequence[str] = tuple(FAMILIES), of_prompts: bool = True) -> Drawn:
     """One of them on one device."""
     draw = random.Random(seed)
     family = draw.choice(families)
     settings, pages, more = drawn_settings(draw)
     engine = engine_of(family, settings, pages, **more)
-    aborted = check_answers(engine, draw, family)
+    aborted = check_answers(engine, draw, family, of_prompts)
     assert not engine.by_sequence
     assert not engine.unforked
     assert engine.pool.available_host == engine.pool.host_pages

@@ -133,6 +133,14 @@ def expected(
     return text[len(prompt) :], logprobs
 
 
+@functools.cache
+@torch.inference_mode()
+def expected_of_prompt(family: str, prompt: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[float]:
+    """The logprobs of the tokens of a prompt behind its first."""
+    rows = model_of(family, dtype)(torch.tensor([prompt])).result[0].log_softmax(-1)
+    return [float(row[token]) for row, token in zip(rows, prompt[1:], strict=False)]
+
+
 def answers(engine: Engine, requests: Iterable[Request]) -> dict[tuple[str, int], list[Output]]:
     """All outputs of requests that come at once."""
     found: dict[tuple[str, int], list[Output]] = {}

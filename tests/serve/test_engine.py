@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from drawn_schedules import TOKENS, check_schedule
-from engines import FAMILIES, VOCAB, answers, engine_of, expected, tokens_of
+from engines import FAMILIES, VOCAB, answers, engine_of, expected, expected_of_prompt, tokens_of
 from patience import HANG_SECONDS
 
 from shardwise.run import UserError
@@ -33,7 +33,7 @@ def test_drawn_schedules_answer_as_the_uncached_model(part: int, request: pytest
 def test_logprobs_of_a_step_are_those_its_own_requests_asked_for(number: int) -> None:
     """In these a sequence is preempted while its token is under way, and its slot is given to a request without logprobs."""
     then = [name for name in FAMILIES if name != "bloom"]  # of which they were drawn
-    assert check_schedule(f"schedules 1 {number}", then).stats.preemptions
+    assert check_schedule(f"schedules 1 {number}", then, of_prompts=False).stats.preemptions
 
 
 @pytest.mark.large("a thousand drawn schedules")
@@ -125,6 +125,21 @@ def test_logprobs_of_the_prompt() -> None:
             assert each.token == prompt[n + 1]
             assert each.logprob == pytest.approx(float(rows[n, prompt[n + 1]]), abs=1e-9)
             assert each.top[0][1] == pytest.approx(float(rows[n].max()), abs=1e-9)
+
+
+def test_logprobs_of_a_prompt_that_is_computed_again_in_other_chunks() -> None:
+    """It is preempted behind 6 of its tokens, and begins anew beside one that decodes: 5 tokens a step."""
+    prompt = tuple(range(3, 23))
+    engine = engine_of("llama", ServeConfig(max_sequences=2, max_step_tokens=6, page_tokens=4, prefix_cache=False), 8)
+    engine.add(Request("late", prompt, 2, Sampling(0.0, prompt_logprobs=1), priority=1))
+    outputs = list(engine.step())
+    engine.add(Request("first", tuple(range(3, 12)), 19, Sampling(0.0)))
+    while not engine.idle:
+        outputs += engine.step()
+    assert engine.stats().preemptions == 1
+    found = next(output.prompt_logprobs for output in outputs if output.request == "late")
+    assert [each and each.token for each in found] == [None, *prompt[1:]]
+    assert [each.logprob for each in found[1:] if each] == pytest.approx(expected_of_prompt("llama", prompt), abs=1e-9)
 
 
 def test_a_reader_may_end_an_answer() -> None:

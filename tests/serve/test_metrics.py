@@ -79,3 +79,10 @@ def test_figures_add_up(server: Running) -> None:
         assert buckets == sorted(buckets)
         assert buckets[-1] == found[f"shardwise_{name}_seconds_count"] == count
         assert found[f"shardwise_{name}_seconds_sum"] >= 0
+
+
+def test_the_time_of_a_token_is_that_of_one_choice(server: Running) -> None:
+    """Three answers of one token each, side by side: none has a second one to wait for."""
+    exchange(server, post("/v1/completions", {"prompt": "abc", "max_tokens": 1, "n": 3}))
+    server.idle()
+    assert figures(server)["shardwise_time_per_output_token_seconds_count"] == 0

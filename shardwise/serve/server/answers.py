@@ -139,7 +139,7 @@ class Answers:
                     self._begin(choice, output, delta, requests[number])
                 if delta.text or delta.tokens or delta.finish:
                     yield delta
-        self._timing.end(self.usage.prompt, self.usage.answer)
+        self._timing.end(self.usage.prompt, self.usage.answer, len(self._choices))
 
     def _read(self, choice: _Choice, output: Output, at: int, request: Request) -> Delta:
         reader, text = choice.reader, ""

@@ -95,8 +95,8 @@ class Metrics:
 class Timing:
     """The moments of one request, from its arrival on."""
 
-    def __init__(self, metrics: Metrics, choices: int = 1) -> None:
-        self._metrics, self._choices = metrics, choices
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._start = time.perf_counter()
         self._first = self._last = 0.0
         self._count = 0
@@ -109,12 +109,12 @@ class Timing:
             self._first = self._last
             self._metrics.first_token.add(self._first - self._start)
 
-    def end(self, prompt: int, answer: int) -> None:
-        """The request was answered."""
+    def end(self, prompt: int, answer: int, choices: int) -> None:
+        """The request was answered, with so many choices side by side."""
         self._metrics.prompt_tokens += prompt
         self._metrics.answer_tokens += answer
         self._metrics.whole.add(time.perf_counter() - self._start)
-        after_first = self._count / self._choices - 1
+        after_first = self._count / choices - 1
         if after_first > 0:
             self._metrics.each_token.add((self._last - self._first) / after_first)
 
