@@ -5,8 +5,8 @@
     run = shardwise.Run(preset="llama3-70b", layout="auto", chip="h100", nodes=8)
     shardwise.search(run)
 
-`Run`, `plan`, `search`, `train`, `trace`, `serve` and `profile` are here (docs/python.md); importing this costs nothing until
-one is used.
+`Run`, `plan`, `search`, `train`, `trace`, `serve` and `profile` are here (docs/python.md); importing this package is cheap until
+one of them is used.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _FOLDERS = ("plan", "serve", "trace", "train")
 
 
 class VerbFolder(ModuleType):
-    """A folder of this package that has the name of a verb: `from shardwise.plan.plan import Plan` imports from it, and
-    `shardwise.plan(run)` plans. The import system binds the folder's name here, so that a function could not keep it; instead each
-    such folder's `__init__.py` puts one of these in its own place."""
+    """A subpackage with the name of a verb: `from shardwise.plan.plan import Plan` imports from it, and `shardwise.plan(run)`
+    plans. The import system binds the subpackage to its name here, so a function cannot keep that name; instead each such
+    subpackage's `__init__.py` replaces itself with an instance of this class."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         super().__init__(names["__name__"])

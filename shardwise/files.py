@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and the folder of the user's cache."""
+"""Atomic file writes, and the user's cache folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that readers see it whole or not at all, even after a power failure."""
+    """Write a file so that readers see all of it or none, even after a power failure."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(draft, "wb") as file:
@@ -24,7 +24,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring to the disk what others wrote: a file, or the names in a folder."""
+    """Flush to disk what others wrote: a file, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -33,7 +33,7 @@ def sync(path: Path) -> None:
 
 
 def cache_folder(kind: str) -> Path:
-    """The user's cache folder for things of one kind, all of which can be made again."""
+    """The user's cache folder for one kind of file; everything in it can be recreated."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     try:
         folder = Path(home) if home.startswith("/") else Path.home() / ".cache"

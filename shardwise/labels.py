@@ -1,12 +1,12 @@
-"""Names that the trainer gives its spans in a profile, for the trace reader.
+"""Names of the trainer's spans in a profile, for the trace reader.
 
-A label is one line of text, `shardwise:KIND WORD WORD ...`, since a name is all that survives in every version of the
+A label is one line of text, `shardwise:KIND WORD WORD ...`, since only the name survives in every version of the
 profiler's format:
 - `action F2.5`: the pipeline's action of that name (`schedules.Action`), waiting included;
-- `phase optimizer`: a part of a step outside the pipeline: data, gradients, clip, optimizer, evaluate, checkpoint;
-- `module layers.3.attention`: the forward pass of a module, by its name in the whole model;
-- `message tensor all_gather 4096`: a collective of an axis, and the bytes this rank sends for it, by the convention of the
-  ledger's traffic.
+- `phase optimizer`: a phase of a step outside the pipeline: data, gradients, clip, optimizer, evaluate, checkpoint;
+- `module layers.3.attention`: the forward pass of a module, by its name in the full model;
+- `message tensor all_gather 4096`: a collective of an axis, and the bytes this rank sends for it, in the ledger's traffic
+  convention.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The four accounts of a step, as plain records: work, memory, traffic and time. The planner fills them by formula, the
-trainer by counting, the trace reader from a profile; `compare` lays any two of them side by side.
+trainer by counting, the trace reader from a profile; `compare` lists any two of them side by side.
 
 All three use the same names for parts of the model, passes, owners of memory, axes and collectives. They are defined here.
 """
@@ -17,8 +17,8 @@ PARTS = ("embedding", "norm", "attention", "ffn", "router", "experts", "head", "
 PASSES = ("forward", "recompute", "backward_input", "backward_weight", "optimizer")
 
 OWNERS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "buffers", "workspace")
-"""Owners of memory: `logits` are the tensors of the loss, `gathered` the unsharded layers of ZeRO, `buffers` those of
-communication, `workspace` kernels' scratch space, fragmentation and the driver."""
+"""Owners of memory: `logits` are the tensors of the loss, `gathered` the unsharded layers of ZeRO, `buffers` communication buffers,
+`workspace` kernels' scratch space, fragmentation and the driver."""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast")
 
@@ -31,22 +31,22 @@ AXIS_OF = {
     "pipeline_back": "pipeline",
     "replica": "world",
 }
-"""The axis that the bytes of a process group count for, where the group has another name."""
+"""The axis to which a process group's bytes are attributed, if the group has another name."""
 
 CATEGORIES = ("matmul", "attention", "memory", "host", "replicate", "shard", "context", "tensor", "expert", "pipeline",
               "offload", "bubble", "optimizer", "data", "checkpoint", "other")  # fmt: skip
 """Where a step's time goes: kinds of compute, exposed communication of each axis, and waiting. `pipeline` is transfers
-between stages, `bubble` waiting for them; `offload` is waiting for activations that go to the host or come back; `host` is the
+between stages, `bubble` is waiting for them; `offload` is waiting for activations on their way to or from the host; `host` is the
 device waiting for launches."""
 
 
 def wire_bytes(collective: str, ranks: int, given: int) -> Fraction:
     """Bytes that a rank must exchange with the other r-1 ranks of its group by the definition of the collective, whatever
-    algorithm a library uses. `given` is the size of what this rank puts in:
+    algorithm a library uses. `given` is the size of this rank's input:
     - all-gather of n bytes a rank: (r-1) n
     - reduce-scatter of N bytes on every rank: (r-1)/r N
     - all-reduce of N bytes: 2(r-1)/r N, a reduce-scatter and an all-gather
-    - all-to-all of N bytes, split evenly: (r-1)/r N, what leaves the rank
+    - all-to-all of N bytes, split evenly: (r-1)/r N, the bytes that leave the rank
     - send and broadcast: the bytes sent (a receive is counted where it is sent)
     """
     others = Fraction(ranks - 1, ranks) if ranks > 0 else Fraction(0)
@@ -84,7 +84,7 @@ class Memory:
     ranks: tuple[Mapping[str, float], ...] = ()
     capacity: float = 0.0
     host: tuple[float, ...] = ()
-    """What each of them holds in the memory of its host beside; empty where nothing is."""
+    """Bytes that each of these ranks holds in host memory; empty if none does."""
 
     @property
     def totals(self) -> tuple[float, ...]:
@@ -98,13 +98,13 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank fits; True where the capacity is not known."""
+        """Whether every rank fits; True if the capacity is not known."""
         return not self.capacity or self.peak <= self.capacity
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes one rank puts on the wire in a step, and messages, by axis and collective."""
+    """Bytes and messages that one rank sends in a step, by axis and collective."""
 
     bytes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     messages: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time on one stream of one pipeline rank."""
+    """A time span on one stream of one pipeline rank."""
 
     rank: int
     stream: str
@@ -142,13 +142,13 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Account:
-    """Everything known about a step, predicted or measured; what is not known is empty."""
+    """Everything known about a step, predicted or measured; unknown fields are empty."""
 
     origin: str
     """`plan`, `run` or `trace`."""
     step_seconds: float
     tokens: float
-    """In a step, over all ranks."""
+    """Tokens of a step, over all ranks."""
     breakdown: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the slowest rank by category; they add up to `step_seconds`."""
     work: Work = Work()
@@ -158,7 +158,7 @@ class Account:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all ranks."""
+        """Tokens per second over all ranks."""
         return self.tokens / self.step_seconds if self.step_seconds else 0.0
 
 
@@ -173,7 +173,7 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Second minus first, as a share of the first."""
+        """Second minus first, relative to the first."""
         if self.first == self.second:
             return 0.0
         return (self.second - self.first) / self.first if self.first else float("inf")
@@ -201,13 +201,13 @@ def quantities(account: Account) -> Iterator[tuple[str, str, float]]:
 
 
 def compare(first: Account, second: Account) -> list[Difference]:
-    """All quantities of both accounts, in the order of the first. A quantity that one lacks counts as 0 there, unless it lacks
-    that whole account."""
+    """All quantities of both accounts, in the order of the first. A quantity that one side lacks counts as 0 there, unless that
+    side lacks the entire account (work, memory, traffic or time)."""
     return differences(quantities(first), quantities(second))
 
 
 def differences(first: Iterable[tuple[str, str, float]], second: Iterable[tuple[str, str, float]]) -> list[Difference]:
-    """The same of quantities: the account of each, its name, its value."""
+    """The same for lists of quantities: the account of each, its name, its value."""
     one, other = ({(a, n): v for a, n, v in each} for each in (first, second))
     shared = {a for a, _ in one} & {a for a, _ in other}
     names = [key for key in {**one, **other} if key[0] in shared]

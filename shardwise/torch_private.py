@@ -1,5 +1,5 @@
-"""Every call of PyTorch that is not public, in one place. Each says what is needed that nothing public gives. All of them are in
-PyTorch 2.11 to 2.13; for another version, go through this file."""
+"""All uses of PyTorch's private APIs, in one file. Each entry says why no public API does the job. All of them exist in PyTorch
+2.11 to 2.13; for another version, go through this file."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["TorchDispatchMode", "tree_leaves", "tree_map_only"]  # documented, but without a public address
+__all__ = ["TorchDispatchMode", "tree_leaves", "tree_map_only"]  # documented, but not importable from a public module
 
 
 class BareDispatchMode(TorchDispatchMode):
     _should_skip_dynamo = classmethod(lambda cls: False)
-    """No guard against the compiler around every operator: for where nothing is compiled meanwhile."""
+    """Skips the guard against the compiler around every operator; for use where nothing is compiled meanwhile."""
 
 
-# Operators. They are aliases, so that the compiler and the dispatcher meet PyTorch's own.
+# Operators. They are aliases, so that the compiler and the dispatcher see PyTorch's own.
 
 scaled_mm = torch._scaled_mm
 """A GEMM of fp8 matrices with their scales."""
 int_mm = torch._int_mm
-"""A GEMM of int8 matrices, added up in int32."""
+"""A GEMM of int8 matrices, accumulated in int32."""
 flash_attention_forward = torch.ops.aten._flash_attention_forward
-"""Flash attention with `cu_seqlens` and a window; `scaled_dot_product_attention` takes neither."""
+"""Flash attention with `cu_seqlens` and a window; `scaled_dot_product_attention` supports neither."""
 fused_sdp_choice = torch._fused_sdp_choice
-"""Which backend `scaled_dot_product_attention` takes for these inputs."""
+"""The backend that `scaled_dot_product_attention` chooses for these inputs."""
 
 
 def compile_cuda(source: str, name: str) -> Any:
-    """A kernel in CUDA C++, compiled with the NVRTC that PyTorch brings, called as (grid, block, arguments, shared memory).
-    Extensions need a compiler of the user's."""
+    """A kernel in CUDA C++, compiled with the NVRTC that PyTorch ships, called as (grid, block, arguments, shared memory).
+    Extensions would need a compiler on the user's machine."""
     return torch.cuda._compile_kernel(source, name)
 
 
 def fused_attention_backward(
     grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, causal: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of fused attention by a kernel, given the output and the log-sum-exp of whole rows, of which the keys here may be a
-    part. Nothing public takes these two."""
+    """Gradients of fused attention by a kernel, from the output and log-sum-exp of full rows; the keys here may be a slice of them.
+    No public function takes these two."""
     aten, queries, keys = torch.ops.aten, q.shape[2], k.shape[2]
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     grad, out, lse = grad.contiguous(), out.contiguous(), lse.contiguous()
@@ -60,7 +60,7 @@ def fused_attention_backward(
         return aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, None, None, queries, keys, 0.0, causal, state, seed, scale=scale
         )
-    shared = q.shape[1] // k.shape[1]  # queries of a key/value head
+    shared = q.shape[1] // k.shape[1]  # query heads per key/value head
     every_k, every_v = (x if shared == 1 else x.repeat_interleave(shared, dim=1) for x in (k, v))
     padded = torch.nn.functional.pad(lse, (0, -queries % 32))
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
@@ -72,14 +72,14 @@ def fused_attention_backward(
 foreach_norm, foreach_mul_, foreach_copy_ = torch._foreach_norm, torch._foreach_mul_, torch._foreach_copy_
 """One kernel over many tensors, as PyTorch's optimizers use them."""
 preserved_versions = torch.autograd.grad_mode._unsafe_preserve_version_counter
-"""Autograd does not see what is written while it is open."""
+"""Autograd does not notice in-place writes while it is open."""
 
 
 def adamw_(
     parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: Tensor, lr: float, betas: tuple[float, float],
     eps: float, decay: float,
 ) -> None:  # fmt: skip
-    """What `torch.optim.AdamW(fused=True)` does to one parameter, here to a slice of it: an optimizer takes whole ones."""
+    """The update of `torch.optim.AdamW(fused=True)` for a slice of a parameter; an optimizer takes only full parameters."""
     torch._fused_adamw_(
         [parameter], [gradient], [first], [second], [], [step], amsgrad=False, lr=lr, beta1=betas[0], beta2=betas[1],
         weight_decay=decay, eps=eps, maximize=False, grad_scale=None, found_inf=None,
@@ -94,56 +94,56 @@ def is_fake(x: Tensor) -> bool:
 
 
 cuda_sleep = torch.cuda._sleep
-"""Holds a stream for so many cycles of the device's clock, to stand in for work that is done elsewhere."""
+"""Holds a stream for a number of cycles of the device's clock, to simulate work that is done elsewhere."""
 
 
 def operator_of(custom: Any) -> Any:
-    """The operator that `torch.library.custom_op` has made, as graphs and dispatch modes name it."""
+    """The operator that `torch.library.custom_op` created, as graphs and dispatch modes name it."""
     return custom._opoverload
 
 
 def argument_names(operator: Any) -> tuple[str, ...]:
-    """What an operator calls its arguments, in order."""
+    """The names of an operator's arguments, in order."""
     return tuple(argument.name for argument in operator._schema.arguments)
 
 
 def has_mkldnn_bf16() -> bool:
-    """Whether oneDNN multiplies bf16 on this CPU: where it does not, it warns at every call before PyTorch falls back."""
+    """Whether oneDNN multiplies bf16 on this CPU. If not, it warns at every call before PyTorch falls back."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 # Tensors.
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
-"""For a tensor subclass that overrides operators alone."""
+"""For a tensor subclass that overrides only operators."""
 
 
 def wrapper_subclass(cls: type, like: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> Any:
-    """A tensor subclass without memory, of the device of another, and of its shape or a given one."""
+    """A tensor subclass without memory, on the device of `like`, with its shape or the given one."""
     if shape is not None:
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=like.device)
     return torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device)
 
 
 def version(x: Tensor) -> int:
-    """Grows whenever a tensor is written in place: tells whether a copy made of it is up to date."""
+    """Increases whenever a tensor is written in place; shows whether a copy of it is up to date."""
     return x._version
 
 
 def storage_key(storage: UntypedStorage) -> int:
-    """The same for all Python objects of one storage, while it is alive."""
+    """A key that is the same for all Python objects of one storage, while it is alive."""
     return storage._cdata
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """Whether a module's state dict holds a buffer: needed to register another in its place."""
+    """Whether a module's state dict contains a buffer; needed to register a replacement."""
     return buffer not in module._non_persistent_buffers_set
 
 
 @contextlib.contextmanager
 def observed_resizes(resized: Callable[[UntypedStorage], Any]) -> Iterator[None]:
-    """While it is open, `resized` is called after storages change their size, by which `fully_shard` frees memory: no operator is
-    dispatched for it. Storages have no hooks, so the method is replaced."""
+    """While it is open, `resized` is called after a storage changes its size. `fully_shard` frees memory this way, and no operator
+    is dispatched for it. Storages have no hooks, so the method is replaced."""
     resize = UntypedStorage.resize_
 
     def observed(storage: UntypedStorage, size: int) -> Any:
@@ -162,43 +162,43 @@ def observed_resizes(resized: Callable[[UntypedStorage], Any]) -> Iterator[None]
 
 
 def graph_task() -> int:
-    """The number of the backward pass that runs this, larger for those nested in it; -1 outside of any."""
+    """The number of the running backward pass, larger for nested ones; -1 outside of any."""
     return torch._C._current_graph_task_id()
 
 
 def in_backward() -> bool:
-    """Whether autograd's engine runs this: a forward pass is recomputation then."""
+    """Whether autograd's engine is running; a forward pass inside it is recomputation."""
     return graph_task() != -1
 
 
 def autograd_sequence() -> int:
-    """The number of the next node that this thread's forward pass will make; nodes and profiles name it too."""
+    """The sequence number of the next node that this thread's forward pass creates; nodes and profiles record it too."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def autograd_node() -> tuple[str, int] | None:
-    """Name and number of the node that runs; None outside of a backward pass."""
+    """Name and sequence number of the running node; None outside of a backward pass."""
     node = torch._C._current_autograd_node()
     return None if node is None else (node.name(), node._sequence_nr())
 
 
 def autograd_number() -> int:
-    """The number of the node that runs, without its name, which takes longer to make; -1 outside of a backward pass."""
+    """The sequence number of the running node, without its name, which takes longer to build; -1 outside of a backward pass."""
     node = torch._C._current_autograd_node()
     return -1 if node is None else node._sequence_nr()
 
 
 fast_record_function = _RecordFunctionFast
-"""A span of a profile that takes a microsecond, a tenth of `torch.profiler.record_function`."""
+"""A profiler span that costs a microsecond, a tenth of `torch.profiler.record_function`."""
 
 
 def below_autograd() -> AbstractContextManager[None]:
-    """Calls go to the kernels of devices: a kernel that was put above them needs it to call its own operator."""
+    """While it is open, calls go to the device kernels. A kernel registered above them needs this to call its own operator."""
     return torch._C._AutoDispatchBelowAutograd()
 
 
 def close_library(library: torch.library.Library) -> None:
-    """Take off the kernels that a library has put on operators, now and not when it is collected."""
+    """Remove the kernels that a library registered, now and not when it is garbage-collected."""
     library._destroy()
 
 
@@ -206,8 +206,8 @@ def close_library(library: torch.library.Library) -> None:
 
 
 def cache_custom_autograd_functions() -> None:
-    """Let compiled layers with an autograd function of ours (fp8) be cached for the next start: what the function does, both ways,
-    is in the graph that is the cache's key."""
+    """Let compiled layers with one of our autograd functions (fp8) be cached for the next start. This is safe: the function's
+    forward and backward are in the graph that is the cache's key."""
     from torch._functorch import config
 
     if hasattr(config, "autograd_cache_allow_custom_autograd_functions"):
@@ -218,9 +218,10 @@ def cache_custom_autograd_functions() -> None:
 
 
 def end_allocating_to_pool(device: int, pool: tuple[int, int]) -> None:
-    """After a CUDA graph's recording failed: its allocator believes that it goes on, and keeps the memory set apart for it."""
+    """Clean up after the capture of a CUDA graph failed: otherwise the allocator believes that it continues, and keeps the memory
+    reserved for it."""
     for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-        with contextlib.suppress(RuntimeError):  # where PyTorch has done so itself
+        with contextlib.suppress(RuntimeError):  # if PyTorch has already done so
             undo(device, pool)
 
 
@@ -228,14 +229,14 @@ def end_allocating_to_pool(device: int, pool: tuple[int, int]) -> None:
 
 
 def flight_record() -> str:
-    """The flight recorder's entries as JSON: which collectives began and ended. It was named after NCCL until it knew others."""
+    """The flight recorder's entries as JSON: which collectives began and ended. It was named after NCCL while it knew no others."""
     bindings = torch._C._distributed_c10d
     dump = getattr(bindings, "_dump_fr_trace_json", None) or getattr(bindings, "_dump_nccl_trace_json", None)
     return dump(True, False) if dump is not None else "{}"
 
 
 def gloo_group(store: Any, rank: int, size: int, connect: timedelta, timeout: timedelta) -> dist.ProcessGroup:
-    """A group, on gloo, of processes without a common world, which `new_group` needs. They must meet within `connect`."""
+    """A gloo group of processes without a common world, which `new_group` needs. They must connect within `connect`."""
     kind = dist.ProcessGroup.BackendType.GLOO
     backend = dist.ProcessGroupGloo(store, rank, size, connect)
     backend._set_default_timeout(timeout)
@@ -246,34 +247,35 @@ def gloo_group(store: Any, rank: int, size: int, connect: timedelta, timeout: ti
 
 
 def group_named(name: str) -> Any:
-    """The process group of that name: operators take names, which a compiled graph can hold."""
+    """The process group of that name. Operators take names, since a compiled graph can hold them."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
 def fake_process_group(rank: int, world: int) -> None:
-    """Start the process group of one rank of a world that does not exist: collectives answer at once."""
+    """Start the process group of one rank of a world that does not exist; collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """While it is open, tensors have shapes and no data."""
+    """While it is open, tensors have shapes but no data."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-# fully_shard: what it holds, and when it communicates.
+# fully_shard: its tensors, and when it communicates.
 
 
 def local_shard(x: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, without the autograd node that `to_local` makes."""
+    """This rank's shard of a DTensor, without the autograd node that `to_local` creates."""
     return x._local_tensor if hasattr(x, "_local_tensor") else x
 
 
 def sharded_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """The modules whose parameters `fully_shard` gathers together, with its `FSDPParamGroup`, which knows what is gathered."""
+    """The modules whose parameters `fully_shard` gathers together, each with its `FSDPParamGroup`, which knows the gathered
+    state."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -284,7 +286,7 @@ def sharded_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def unsharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
-    """Whole parameters, which `fully_shard` makes in the first pass, with the modules they belong to."""
+    """Unsharded parameters, which `fully_shard` creates in the first pass, with their modules."""
     for _, group in sharded_groups(model):
         for sharded in group.fsdp_params:
             if getattr(sharded, "_unsharded_param", None) is not None:
@@ -293,8 +295,8 @@ def unsharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]
 
 @contextlib.contextmanager
 def sharded_backward_inside(group: Any, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """While it is open, a group gathers and reduces for the backward pass inside of a context. It has hooks for neither, so its
-    methods are replaced."""
+    """While it is open, a group's all-gathers and reduce-scatters of the backward pass run inside a context. The group has hooks
+    for neither, so its methods are replaced."""
     methods = ("pre_backward", "post_backward")
     for name in methods:
         inner = getattr(group, name)
@@ -312,15 +314,15 @@ def sharded_backward_inside(group: Any, context: Callable[[], AbstractContextMan
 
 
 def reduce_sharded_gradients(model: nn.Module) -> None:
-    """Start the reduction of gradients that were finished outside of the backward passes that `fully_shard` watches, and wait for
-    it, the way PyTorch's own pipelining does it."""
+    """Start the reduction of gradients that were completed outside of the backward passes that `fully_shard` observes, and wait for
+    it, as PyTorch's own pipelining does."""
     from torch.distributed.fsdp import fully_shard
 
     state = fully_shard.state(model)  # type: ignore[attr-defined]
     for each in state._state_ctx.all_states:
         if each._fsdp_param_group:
             for parameter in each._fsdp_param_group.fsdp_params:
-                # Gradients deferred to the very end come in low precision, beside others already cast for the sum.
+                # Gradients deferred to the very end are in low precision, next to others already cast for the sum.
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
             each._fsdp_param_group.post_backward()
@@ -328,8 +330,9 @@ def reduce_sharded_gradients(model: nn.Module) -> None:
 
 
 def keep_secondary_shards(module: Any, mesh: Any) -> None:
-    """Let a module's parameters stay sharded over the second dimension of a mesh between a forward pass and its backward pass. What
-    is public (`reshard_after_forward` with a number) makes process groups for each module, by calls that all ranks must make."""
+    """Keep a module's parameters sharded over the second dimension of a mesh between a forward pass and its backward pass. The
+    public way (`reshard_after_forward` with a number) creates process groups for each module, in calls that all ranks must
+    make."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
     group = module._get_fsdp_state()._fsdp_param_group
@@ -340,18 +343,18 @@ def keep_secondary_shards(module: Any, mesh: Any) -> None:
 
 
 def gathered_tensors(group: Any) -> Iterator[Tensor]:
-    """Whole parameters that a group has gathered from their shards, secondary shards, and the buffers of the all-gathers."""
+    """A group's gathered (unsharded) parameters, secondary shards, and the buffers of its all-gathers."""
     for parameter in group.fsdp_params:
         yield from parameter.all_gather_outputs
         kept = (getattr(parameter, name, None) for name in ("_sharded_post_forward_param_data", "_unsharded_param"))
         yield from (x for x in kept if x is not None)
-    ahead = getattr(group.comm_ctx, "all_gather_state", None)  # there once a pass has run
+    ahead = getattr(group.comm_ctx, "all_gather_state", None)  # exists once a pass has run
     for result in (group._all_gather_result, ahead.all_gather_result if ahead is not None else None):
         yield from (x for x in tree_leaves(result and tuple(result)) if isinstance(x, Tensor))
 
 
 def unreduced_gradients(group: Any) -> Iterator[Tensor | None]:
-    """Gradients that wait to be added over ranks: whole ones, and shards of those that replicas have yet to add."""
+    """Gradients that wait for a reduction: unsharded ones, and shards that replicas have yet to all-reduce."""
     yield group._partial_reduce_output
     for parameter in group.fsdp_params:
         yield parameter.unsharded_accumulated_grad
@@ -360,18 +363,18 @@ def unreduced_gradients(group: Any) -> Iterator[Tensor | None]:
 
 
 class ShardedParameter(NamedTuple):
-    """One of a module's parameters that `fully_shard` has cut."""
+    """A parameter of a module that `fully_shard` has sharded."""
 
     module: nn.Module
     name: str
     shape: tuple[int, ...]
     shard: Tensor
     extend: Callable[[], None]
-    """To be called once the shard has methods of its own for the all-gather: `fully_shard` looks for them."""
+    """Call it once the shard has its own all-gather methods, which `fully_shard` looks for."""
     allocate: Callable[[torch.device], Tensor]
-    """Gives memory on a device, or on the host if it is offloaded, to a shard on the meta device, and returns it."""
+    """Allocates memory for a shard on the meta device, on a device or on the host if it is offloaded, and returns it."""
     memory: Callable[[], Tensor]
-    """All of the shard's memory, with padding: what is gathered."""
+    """All of the shard's memory, padding included, as it is gathered."""
 
 
 def sharded_parameters(module: Any) -> Iterator[ShardedParameter]:
@@ -385,8 +388,8 @@ def sharded_parameters(module: Any) -> Iterator[ShardedParameter]:
 
 
 def _allocate_shard(parameter: Any, device: torch.device) -> Tensor:
-    """`fully_shard` would pad a shard that is not as long as others, and pin an offloaded one, by copies that it makes in the first
-    pass, when optimizers hold the shard already: so the memory is made as it wants it."""
+    """`fully_shard` would pad a shard shorter than the others, and pin an offloaded one, by copying it in the first pass, when
+    optimizers already hold the shard. So the memory is allocated in the form it wants."""
     host = parameter.offload_to_cpu
     size, dtype, pin = parameter.padded_sharded_param_size, parameter.sharded_param.dtype, host and parameter.pin_memory
     padded = torch.empty(size, dtype=dtype, device="cpu" if host else device, pin_memory=pin)

@@ -1,7 +1,8 @@
-"""What `import shardwise` gives to those who write Python rather than TOML: a run, the verbs, and results that show themselves.
+"""The API of `import shardwise`, for users who write Python rather than TOML: a run, the verbs, and results that display
+themselves.
 
-Each verb does what the command of its name does, with the same numbers. `run.py` is the run as a program writes it, `results.py`
-what the planner and the tracer answer, `processes.py` training and serving, which are processes of their own.
+Each verb does the same as the command of its name, with the same numbers. `run.py` is the run as a program writes it, `results.py`
+has the results of the planner and the tracer, `processes.py` training and serving, which run in their own processes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Training and serving from Python, as processes of their own: ranks are started, signalled and cleaned up as the command does it,
-and a notebook keeps its memory, its threads and its signals to itself."""
+"""Training and serving from Python, in their own processes: ranks are started, signalled and cleaned up as by the command, and a
+notebook keeps its memory, its threads and its signals to itself."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
 
 COMMAND = (sys.executable, "-m", "shardwise")
 KEPT = 40
-"""Lines of a process that an error shows."""
+"""Last lines of a process's output that an error shows."""
 
 
 class TrainResult(Result):
-    """A run folder: the records that training wrote, as they are now."""
+    """A run folder: the records that training has written so far."""
 
     def __init__(self, folder: Path, stopped: bool = False) -> None:
         self.folder, self.stopped = folder, stopped
-        """`stopped`: it was told to end and has saved a checkpoint; train it again to go on."""
+        """`stopped`: it was told to end and has saved a checkpoint; train it again to continue."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """A record a step, and one an evaluation."""
+        """One record for each step, and one for each evaluation."""
         from shardwise.train.progress.metrics import read_metrics
 
         return read_metrics(self.folder)
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """Step and loss."""
+        """Pairs of step and loss."""
         return [(record["step"], record["loss"]) for record in self.metrics if "loss" in record]
 
     @property
     def loss(self) -> float:
-        """Of the last step."""
+        """Loss of the last step."""
         found = self.losses
         return found[-1][1] if found else float("nan")
 
@@ -75,7 +75,7 @@ class TrainResult(Result):
 
 
 def train_run(run: Run, out: Path | None, quiet: bool) -> TrainResult:
-    """Train, and show what it prints as it comes."""
+    """Train, and print the output of training as it arrives."""
     from shardwise.train.faults.stop import PREEMPTED
 
     folder = out or Path("runs") / run.name
@@ -93,7 +93,7 @@ def train_run(run: Run, out: Path | None, quiet: bool) -> TrainResult:
                         print(line, end="", flush=True)
                 code = child.wait()
                 break
-            except KeyboardInterrupt:  # it saves, and says so
+            except KeyboardInterrupt:  # training saves a checkpoint, and reports it
                 with contextlib.suppress(ProcessLookupError):
                     child.send_signal(signal.SIGINT)
     if code in (0, PREEMPTED):
@@ -102,11 +102,11 @@ def train_run(run: Run, out: Path | None, quiet: bool) -> TrainResult:
 
 
 class Server:
-    """A server that runs beside this process, until `stop()` or the end of its `with`."""
+    """A server in another process, until `stop()` or the end of its `with` block."""
 
     def __init__(self, child: subprocess.Popen[str], url: str, api_key: str = "") -> None:
         self.child, self.url, self._api_key = child, url, api_key
-        # Nobody else reads what it prints; a full pipe would hold it up.
+        # Nobody else reads its output; a full pipe would block it.
         threading.Thread(target=self._drain, daemon=True).start()
 
     def _drain(self) -> None:
@@ -131,7 +131,7 @@ class Server:
         return answer("completions", body)["choices"][0]["text"]
 
     def stop(self) -> None:
-        """Let what runs finish, then end."""
+        """Let running requests finish, then end the server."""
         if self.child.poll() is None:
             self.child.send_signal(signal.SIGTERM)
         self.child.wait()
@@ -170,10 +170,10 @@ def start_server(checkpoint: Path, options: Mapping[str, Any]) -> Server:
 
 
 def _start(words: Sequence[str]) -> subprocess.Popen[str]:
-    root = str(Path(__file__).parents[2])  # a checkout that is not installed is found by its processes too
+    root = str(Path(__file__).parents[2])  # child processes must also find a checkout that is not installed
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-    # A group of its own: a notebook's or a terminal's interrupt reaches this process alone, which passes it on once.
+    # A session of its own: an interrupt from a notebook or terminal reaches only this process, which forwards it once.
     return subprocess.Popen(
         [*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         env=environment, start_new_session=True,
@@ -181,7 +181,7 @@ def _start(words: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def _failure(what: str, code: int, last: Sequence[str]) -> Exception:
-    """A user's mistake as the process said it; anything else with its last lines."""
+    """A user's mistake as the process reported it; any other error with its last lines."""
     said = [line.removeprefix("error: ").strip() for line in last if line.startswith("error: ")]
     if code == 2 and said:
         return UserError(*map(Problem, said))

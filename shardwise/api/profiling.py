@@ -1,4 +1,4 @@
-"""`with shardwise.profile(module) as p:` counts and times what a PyTorch module does, and `p` shows it."""
+"""`with shardwise.profile(module) as p:` counts and times the operations of a PyTorch module, and `p` shows them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DEPTH = 3
 
 
 class Profile(Result):
-    """What a module did while it was watched. FLOPs and seconds are sums over everything that ran; activations are those of one
-    forward pass."""
+    """The operations of a module while it was profiled. FLOPs and seconds are sums over everything that ran; activations are those
+    of one forward pass."""
 
     def __init__(self, module: nn.Module, peak: float, memory: bool, time: bool, depth: int) -> None:
         from shardwise.measure.profiler.watch import Watch
@@ -39,7 +39,7 @@ class Profile(Result):
 
     @property
     def modules(self) -> list[Node]:
-        """Every submodule, the whole module first, and last what ran outside of it."""
+        """Every submodule, the module itself first, and last the operations outside of it."""
         from shardwise.measure.profiler.tree import tree_of
 
         return tree_of(self.module, self._watch)
@@ -54,7 +54,7 @@ class Profile(Result):
 
     @property
     def forward_flops(self) -> float:
-        """Of forward passes alone; `macs` is half of it."""
+        """FLOPs of forward passes alone; `macs` is half of it."""
         return self._total(("forward",))
 
     @property
@@ -64,32 +64,32 @@ class Profile(Result):
 
     @property
     def backward_flops(self) -> float:
-        """Of backward passes, without recomputation."""
+        """FLOPs of backward passes, without recomputation."""
         return self._total(("backward",))
 
     @property
     def recompute_flops(self) -> float:
-        """Of activation checkpointing, and of what fused attention recomputes inside of its backward kernels."""
+        """FLOPs of activation checkpointing, and of the recomputation inside the backward kernels of fused attention."""
         return self._total(("recompute",)) + float(sum(self._watch.fused.values()))
 
     @property
     def parameters(self) -> int:
-        """Of the module, shared ones once."""
+        """Parameters of the module; shared ones count once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     @property
     def activations(self) -> float:
-        """Bytes that autograd saves of one forward pass."""
+        """Bytes that autograd saves in one forward pass."""
         return sum(self._watch.saved.values()) / max(1, self._watch.calls[""])
 
     @property
     def seconds(self) -> float:
-        """From the first to the last line of the block."""
+        """Seconds from the first to the last line of the block."""
         return self._watch.clock.total
 
     @property
     def peak(self) -> float:
-        """FLOP/s that the device could do at most in the dtype of most products; 0 where that is not known."""
+        """Peak FLOP/s of the device in the dtype with the most FLOPs; 0 if it is not known."""
         if self._peak or self._watch.device.type != "cuda" or not self._watch.by_dtype:
             return self._peak
         import torch
@@ -102,13 +102,13 @@ class Profile(Result):
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs as a share of what the peak would do in the same seconds; None where either is not known."""
+        """Model FLOPs as a fraction of what the peak would do in the same seconds; None if either is not known."""
         return self.flops / (self.peak * self.seconds) if self.peak and self.seconds else None
 
     @property
     def not_counted(self) -> dict[str, int]:
-        """Operators that may multiply and that no formula is known of, with their calls. `register_flop_formula` of
-        `torch.utils.flop_counter` says what one costs."""
+        """Operators that may multiply but have no known FLOP formula, with their number of calls. `register_flop_formula` of
+        `torch.utils.flop_counter` adds a formula."""
         return dict(self._watch.unknown)
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class Profile(Result):
         rows = self._table()
         for at, head in enumerate(HEADS):
             text, wide = at < 2, max(len(row[at]) for row in [HEADS, *rows])
-            # Where there is no room, names give way and numbers do not.
+            # If there is too little room, names are cut and numbers are not.
             most = 22 if at == 0 else 18 if at == 1 else None
             table.add_column(
                 head,
@@ -218,12 +218,12 @@ class Profile(Result):
 def profile(
     module: nn.Module, *, peak: float = 0.0, memory: bool = True, time: bool = True, depth: int = DEPTH
 ) -> Profile:
-    """Watch a PyTorch module: FLOPs, parameters, saved activations and time of each submodule, forward, backward and recomputed.
+    """Profile a PyTorch module: FLOPs, parameters, saved activations and time of each submodule, forward, backward and recomputed.
 
     with shardwise.profile(model) as p:
         model(x).sum().backward()
     print(p)
 
-    `peak` is the device's FLOP/s, for the MFU; those of known GPUs are known. Compiled modules run as they are written meanwhile.
+    `peak` is the device's peak FLOP/s, for the MFU; not needed for known GPUs. Compiled modules run eagerly meanwhile.
     """
     return Profile(module, peak, memory, time, depth)

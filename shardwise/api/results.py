@@ -1,4 +1,5 @@
-"""What the verbs answer. A result prints itself on a terminal, shows its page in a notebook, and becomes a pandas frame or JSON."""
+"""The results of the verbs. A result prints itself on a terminal, shows its page in a notebook, and converts to a pandas frame or
+JSON."""
 
 from __future__ import annotations
 
@@ -26,34 +27,34 @@ if TYPE_CHECKING:
     from shardwise.trace.answers import Explanation
 
 HEIGHT = 560
-"""Of a page in a notebook, in pixels; it scrolls."""
+"""Height of a page in a notebook, in pixels; it scrolls."""
 
 
 class Result(ABC):
-    """What all results can do."""
+    """The interface of all results."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data: what the command prints with `--json`."""
+        """Everything as plain data, as the command prints it with `--json`."""
 
     @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
-        """The table that `to_frame` makes a frame of."""
+        """The rows of the frame that `to_frame` makes."""
 
     @abstractmethod
     def page(self) -> str:
-        """A page that works offline."""
+        """An HTML page that works offline."""
 
     @abstractmethod
     def _shown(self) -> Sequence[RenderableType]:
-        """The parts of it that a terminal shows."""
+        """The parts that a terminal shows."""
 
     def to_json(self) -> str:
-        """For programs."""
+        """Everything as JSON."""
         return json.dumps(self.to_dict())
 
     def to_frame(self) -> pandas.DataFrame:
-        """A pandas frame, where pandas is installed."""
+        """A pandas frame; needs pandas to be installed."""
         return frame(self.rows())
 
     def save(self, path: str | Path) -> None:
@@ -78,7 +79,7 @@ def frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
 
 
 def printed(parts: Sequence[RenderableType]) -> str:
-    """What a terminal without colours would show."""
+    """The text that a terminal without colours would show."""
     from shardwise.report.terminal import Console
 
     text = io.StringIO()
@@ -91,12 +92,12 @@ def printed(parts: Sequence[RenderableType]) -> str:
 
 
 def framed(page: str) -> str:
-    """A page inside of another: its style and its script stay its own."""
+    """A page inside another, with its style and script kept separate."""
     return f'<iframe srcdoc="{escape(page)}" style="width:100%;height:{HEIGHT}px;border:0"></iframe>'
 
 
 class PlanResult(Result):
-    """What to expect of a run that trains. `record` is the planner's own `Plan`."""
+    """The prediction for a training run. `record` is the planner's own `Plan`."""
 
     def __init__(self, record: Plan, planned: PlannedRun, next_change: str = "") -> None:
         self.record, self.planned, self.next_change = record, planned, next_change
@@ -108,17 +109,17 @@ class PlanResult(Result):
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory."""
+        """Whether every rank has enough memory."""
         return self.record.fits
 
     @property
     def step_seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.record.account.step_seconds
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Between these the step's seconds lie in 8 of 10 cases."""
+        """The interval that contains the step's seconds in 8 of 10 cases."""
         return self.record.low, self.record.high
 
     @property
@@ -128,7 +129,7 @@ class PlanResult(Result):
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs as a share of the peak; `to_dict()["flops_convention"]` says what is counted."""
+        """Model FLOPs as a fraction of the peak; `to_dict()["flops_convention"]` defines what is counted."""
         return self.record.mfu
 
     @property
@@ -143,7 +144,7 @@ class PlanResult(Result):
 
     @property
     def breakdown(self) -> dict[str, float]:
-        """Seconds of a step by what they are spent on."""
+        """Seconds of a step by activity."""
         return dict(self.record.account.breakdown)
 
     @property
@@ -153,7 +154,7 @@ class PlanResult(Result):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What makes the prediction less certain, and what was not set."""
+        """Reasons why the prediction is less certain, and keys that were not set."""
         return (*filter(None, [self.planned.sentence()]), *self.record.notes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,7 +181,7 @@ class PlanResult(Result):
 
 
 def _row(plan: PlanResult) -> dict[str, Any]:
-    """A plan in a line: the sizes of its layout and the figures that layouts are compared by."""
+    """A plan as one row: the sizes of its layout and the figures by which layouts are compared."""
     values = plan.record.as_dict()
     figures = {key: values[key] for key in ("devices", "fits", "step_seconds", "step_seconds_low", "step_seconds_high")}
     figures |= {key: values[key] for key in ("tokens_per_s", "mfu")}
@@ -196,18 +197,18 @@ class SearchOutcome(Result):
 
     @cached_property
     def ranking(self) -> list[PlanResult]:
-        """The plans, best first, each with what the best change of one key would bring."""
+        """The plans, best first, each with the gain of the best change of one key."""
         both = zip(self.record.ranking, self.record.next_changes, strict=True)
         return [PlanResult(plan, self.planned, change) for plan, change in both]
 
     @property
     def best(self) -> PlanResult:
-        """The first."""
+        """The best plan."""
         return self.ranking[0]
 
     @cached_property
     def pareto(self) -> list[PlanResult]:
-        """Layouts that none beats in step time, memory and devices at once."""
+        """Layouts that no other beats in step time, memory and devices at once."""
         return [PlanResult(plan, self.planned) for plan in self.record.pareto]
 
     def __len__(self) -> int:
@@ -242,7 +243,7 @@ class SearchOutcome(Result):
 
 
 class LoadResult(Result):
-    """What a load will see of the serving engine. `record` is the planner's own `ServingPlan`."""
+    """The serving engine's predicted performance under a load. `record` is the planner's own `ServingPlan`."""
 
     def __init__(self, record: ServingPlan) -> None:
         self.record = record
@@ -254,7 +255,7 @@ class LoadResult(Result):
 
     @property
     def holds(self) -> bool:
-        """Whether the load is answered as fast as it comes, within its limits."""
+        """Whether requests are answered as fast as they arrive, within their limits."""
         return self.record.holds
 
     def to_dict(self) -> dict[str, Any]:
@@ -279,7 +280,7 @@ class LoadResult(Result):
 
 
 class TraceResult(Result):
-    """A profile, explained. `answers` has every question's answer; times are nanoseconds."""
+    """A profile, explained. `answers` has the answer to every question; times are in nanoseconds."""
 
     def __init__(self, explained: Explained) -> None:
         self.explained = explained
@@ -291,12 +292,12 @@ class TraceResult(Result):
 
     @property
     def step_seconds(self) -> float:
-        """Of a step, on the slowest rank."""
+        """Seconds of a step, on the slowest rank."""
         return self.answers.step_time / 1e9
 
     @property
     def findings(self) -> list[Any]:
-        """What to change, most worth first."""
+        """The changes to make, most valuable first."""
         return list(self.answers.findings)
 
     def to_dict(self) -> dict[str, Any]:

@@ -20,9 +20,9 @@ Source = str | PathLike[str] | Mapping[str, Any] | ResolvedRun
 class Run:
     """The description of a job.
 
-    `Run("job.toml")`, `Run({"model": {"preset": "llama3-8b"}})` or keywords, which may also be laid over either: sections
+    `Run("job.toml")`, `Run({"model": {"preset": "llama3-8b"}})` or keywords, which can also override either: sections
     (`layout={"tensor": 8}`, `layout="auto"`), dotted keys (`**{"train.steps": 10}`), and keys whose name only one section has
-    (`tensor=8, chip="h100"`). Everything that is wrong is raised at once, as `UserError`.
+    (`tensor=8, chip="h100"`). All mistakes are raised at once, as `UserError`.
     """
 
     def __init__(self, source: Source | Run | None = None, /, **keys: Any) -> None:
@@ -49,18 +49,18 @@ class Run:
         return Run(self, **keys)
 
     def free(self) -> Run:
-        """This run with nothing said of its layout but that it is searched for."""
+        """This run without its layout keys, so that the layout is searched for."""
         freed = object.__new__(Run)
         given = ({name: value for name, value in each.items() if name != "layout"} for each in self._given)
         freed._read(self._path, (*given, {"layout": "auto"}))
         return freed
 
     def planned(self) -> PlannedRun:
-        """As the planner reads it: precision and batch of the preset where none is set."""
+        """The run as the planner reads it: with precision and batch of the preset where none is set."""
         return self._planned
 
     def trained(self) -> ResolvedRun:
-        """As the trainer reads it: small defaults where nothing is set."""
+        """The run as the trainer reads it: with small defaults where nothing is set."""
         return read_run(None if self._path is None else Path(self._path), self._given, (unknown_chip,))
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,12 +90,13 @@ class Run:
 
 
 def as_run(source: Source | Run) -> Run:
-    """What a verb was given, as a run."""
+    """A verb's argument as a run."""
     return source if isinstance(source, Run) else Run(source)
 
 
 def _sections(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested sections, from sections, dotted keys, and keys that only one section has. Others are left for the reader to refuse."""
+    """Nested sections, from sections, dotted keys, and keys that only one section has. Other keys are left for the reader to
+    refuse."""
     found: dict[str, Any] = {}
     homes: dict[str, list[str]] = {}
     for key in all_keys():
@@ -119,7 +120,7 @@ def _sections(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(run: ResolvedRun) -> dict[str, Any]:
-    """The keys that are not what they are by default, nor what the preset says."""
+    """The keys that differ from their defaults and from the preset."""
     default = ResolvedRun()
     preset = PRESETS.get(run.model.preset, {})
     return {

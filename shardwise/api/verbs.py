@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def plan(run: Source | Run) -> PlanResult | LoadResult:
-    """Does it fit, how fast is it, where does the time go, what does it cost. With `layout="auto"`, the plan of the best layout;
-    with `serve.rate` or `serve.concurrency`, what that load will see."""
+    """Predicts whether a run fits, how fast it is, where the time goes, and what it costs. With `layout="auto"`, this is the plan
+    of the best layout; with `serve.rate` or `serve.concurrency`, the serving performance under that load."""
     from shardwise.api.results import LoadResult, PlanResult
 
     planned = as_run(run).planned()
@@ -36,8 +36,8 @@ def plan(run: Source | Run) -> PlanResult | LoadResult:
 def search(
     run: Source | Run, *, devices: Sequence[int] | None = None, keep: int = 12, max_microbatch: int = 0
 ) -> SearchOutcome:
-    """The best layouts of a run, best first, on its cluster or on each of several numbers of devices. A run whose
-    layout is given is freed from it; with `layout="auto"` the keys given beside it are kept."""
+    """The best layouts of a run, best first, on its cluster or on each of several numbers of devices. A given layout is dropped;
+    with `layout="auto"` the keys given beside it are kept."""
     from shardwise.api.results import SearchOutcome
     from shardwise.plan.search import search as search_layouts
 
@@ -50,8 +50,8 @@ def search(
 
 
 def train(run: Source | Run, out: str | Path | None = None, *, quiet: bool = False) -> TrainResult:
-    """Train a run into its folder (runs/NAME, or `out`), on as many ranks as its layout needs; again, to resume it. An interrupt
-    saves a checkpoint and comes back."""
+    """Train a run into its folder (runs/NAME, or `out`), on as many ranks as its layout needs; call it again to resume. An
+    interrupt saves a checkpoint and returns."""
     from shardwise.api.processes import train_run
 
     return train_run(as_run(run).trained(), None if out is None else Path(out), quiet)
@@ -65,8 +65,8 @@ def trace(
     dtype: str = "bfloat16",
     cache: bool = True,
 ) -> TraceResult:
-    """Explain profiles: where each rank's time went, what it waited for, and what to change first. Files and folders, of any
-    subset of a job's ranks; `steps` are the first and the last profiler step to look at."""
+    """Explain profiles: where each rank's time went, what it waited for, and what to change first. `paths` are files and folders,
+    of any subset of a job's ranks; `steps` are the first and the last profiler step to analyze."""
     from shardwise.api.results import TraceResult
     from shardwise.cli.trace.read import read_and_explain
 
@@ -80,8 +80,8 @@ def trace(
 
 
 def serve(checkpoint: str | Path, **options: str | int | float | bool) -> Server:
-    """A checkpoint or a run folder behind OpenAI's HTTP API, until it is stopped: `with shardwise.serve("runs/demo") as server:`
-    has its address in `server.url`. Options are those of the command (`port=8000`, `api_key="…"`) and keys of the run
+    """Serve a checkpoint or a run folder over OpenAI's HTTP API, until it is stopped: in `with shardwise.serve("runs/demo") as
+    server:` its address is `server.url`. Options are those of the command (`port=8000`, `api_key="…"`) and keys of the run
     (`**{"serve.weights": "int8"}`)."""
     from shardwise.api.processes import start_server
 

@@ -1,5 +1,5 @@
-"""Adapters and the weights they were trained beside. A checkpoint of adapters names its base and does not hold it: who asks for its
-weights gets the base's with the adapters merged into them, box by box as they are read, in float32 or higher and rounded once.
+"""Adapters and their base weights. A checkpoint of adapters names its base and does not contain it. Reading its weights returns
+the base's with the adapters merged into them, box by box as they are read, in float32 or higher and rounded once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shardwise.run.parameters import HEAD, factors_of, find_parameter, last_para
 from shardwise.run.sections.adapter import NF4_BLOCK
 
 BASE = "base"
-"""Of a checkpoint's counters: where the base lies, and what it holds."""
+"""The key in a checkpoint's counters for the base: its folder and its fingerprint."""
 
 
 def fingerprint(folder: Path) -> str:
-    """What tells a folder of weights from others: its manifest, or the names, sizes and headers of its files."""
+    """Identifies a folder of weights: a hash of its manifest, or of the names, sizes and headers of its files."""
     digest = hashlib.blake2b(digest_size=16)
     if (folder / MANIFEST).exists():
         digest.update((folder / MANIFEST).read_bytes())
@@ -39,7 +39,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def describe_base(run: Run) -> dict[str, Any]:
-    """What a checkpoint of adapters says of its base."""
+    """The entry on the base in a checkpoint of adapters; empty without adapters or without a base."""
     if not run.adapter.used or not run.train.weights:
         return {}
     folder = checkpoint_folder(run.train.weights).resolve()
@@ -47,7 +47,7 @@ def describe_base(run: Run) -> dict[str, Any]:
 
 
 def check_same_base(checkpoint: Path, run: Run) -> None:
-    """Refuse to go on with adapters beside other weights than those they were trained beside."""
+    """Refuse to resume adapters with other base weights than those they were trained on."""
     before = read_manifest(checkpoint).state.get(BASE, {})
     now = describe_base(run).get(BASE, {})
     if before.get("fingerprint") != now.get("fingerprint"):
@@ -57,7 +57,7 @@ def check_same_base(checkpoint: Path, run: Run) -> None:
 
 
 def base_of(folder: Path, run: Run) -> Path:
-    """The folder of the weights that the adapters of a checkpoint belong to."""
+    """The folder of the base weights of a checkpoint's adapters."""
     known = read_manifest(folder).state.get(BASE, {}) if (folder / MANIFEST).exists() else {}
     if not run.train.weights:
         raise UserError(Problem("holds adapters of random weights, for train.weights was empty", where=str(folder)))
@@ -74,16 +74,16 @@ def base_of(folder: Path, run: Run) -> Path:
 
 
 class MergedReader(Reader):
-    """The tensors of a base with adapters merged into them."""
+    """Reads the tensors of a base with adapters merged into them."""
 
     def __init__(self, base: Reader, adapters: Reader, run: Run) -> None:
-        learned = {HEAD: adapters.shards[HEAD]} if HEAD in adapters else {}  # of a reward model, beside its adapters
+        learned = {HEAD: adapters.shards[HEAD]} if HEAD in adapters else {}  # a reward model learns it too
         super().__init__(base.folder, base.shards | learned, base.progress)
         self.base, self.adapters, self.run, self.adapter = base, adapters, run, run.adapter
-        self.made = "", torch.empty(0)  # the last matrix that was kept in 4 bits
+        self.made = "", torch.empty(0)  # the last matrix that was rounded to 4 bits
 
     def read_into(self, values: Tensor, name: str, offset: Sequence[int]) -> None:
-        """A box of a tensor, merged."""
+        """Fill `values` with a box of a tensor, merged."""
         if name in self.adapters:
             self.adapters.read_into(values, name, offset)
             return
@@ -95,7 +95,7 @@ class MergedReader(Reader):
         *stack, row, column = offset
         *count, rows, columns = values.shape
         box = slice(column, column + columns)
-        if self.adapter.kind == "dora":  # whose rows have a length of their own, for which all of a row is needed
+        if self.adapter.kind == "dora":  # the length of a row needs the whole row
             column, columns = 0, self.shape(name)[-1]
         merged = torch.empty((*count, rows, columns), dtype=dtype)
         self._read_base(merged, name, (*stack, row, column))
@@ -109,8 +109,8 @@ class MergedReader(Reader):
         values.copy_(merged)
 
     def _read_base(self, values: Tensor, name: str, offset: Sequence[int]) -> None:
-        """A box of the base as the adapters met it: of a matrix that was kept in 4 bits, what those stand for."""
-        known = name.endswith(".weight") or ".experts." in name  # no buffer
+        """A box of the base as the adapters were trained on it: a matrix that was held in 4 bits is quantized and dequantized."""
+        known = name.endswith(".weight") or ".experts." in name  # not a buffer
         entry = find_parameter(self.run.model, name, self.adapter) if known else None
         if entry is None or not entry.dtype:
             self.base.read_into(values, name, offset)
@@ -126,7 +126,7 @@ class MergedReader(Reader):
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a checkpoint holds adapters alone."""
+    """Whether a checkpoint holds only adapters."""
     return read_run(folder / RUN_FILE).adapter.used
 
 

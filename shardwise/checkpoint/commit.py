@@ -1,8 +1,8 @@
-"""The commit of a checkpoint, by the first rank: every rank's file is there and verified, the manifest is on the disk, and
-one rename makes the checkpoint exist. A crash before it leaves the old state, a crash after it the new one.
+"""The commit of a checkpoint, by rank 0: once every rank's file is there and verified and the manifest is on disk, one rename
+makes the checkpoint exist. A crash before the rename leaves the old state, a crash after it the new one.
 
-Ranks report by files, not by messages: a rank that dies sends no message and would leave a collective hanging, while a file
-that does not come is simply waited for until the run itself ends.
+Ranks report by files, not by messages: a rank that dies sends no message and would leave a collective hanging, while a missing
+file is simply waited for until the run itself ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NotSaved(Exception):
 
 @dataclass(frozen=True)
 class Description:
-    """What the first rank writes about a checkpoint, taken together with the copy."""
+    """The metadata that rank 0 writes for a checkpoint, captured together with the copy of the state."""
 
     run: Run
     step: int
@@ -52,7 +52,7 @@ class Description:
 def await_shards(draft: Path, world: int, stop: Event) -> None:
     """Return when every rank's file is there; raise when a rank reports a failure, or when `stop` is set."""
     while True:
-        stopping = stop.is_set()  # read first, so that files that are there when it is set still count
+        stopping = stop.is_set()  # read first, so that files present when it is set still count
         there = set(os.listdir(draft)) if draft.is_dir() else set()
         failed = [rank for rank in range(world) if failure_file(rank) in there]
         if failed:
@@ -66,7 +66,7 @@ def await_shards(draft: Path, world: int, stop: Event) -> None:
 
 
 def commit(draft: Path, target: Path, description: Description, progress: Progress = unwatched) -> Manifest:
-    """Verify the files in the draft, complete it, and give it its name."""
+    """Verify the files in the draft, complete it, and rename it to `target`."""
     run = description.run
     write_atomically(draft / RUN_FILE, to_toml(run).encode())
     description.tokenizer.save(draft)

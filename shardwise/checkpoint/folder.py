@@ -1,8 +1,8 @@
 """A run folder: the names in its `checkpoints/`, and the lock that keeps other runs out.
 
-`step-00000100` is a whole checkpoint. A name that begins with a dot is one being written or removed, of no value once its run
-is over. `damaged-step-…` failed to verify and was set aside. What is removed is first renamed, so that a crash in between never
-leaves half a checkpoint under a checkpoint's name.
+`step-00000100` is a complete checkpoint. A name that begins with a dot is a checkpoint being written or removed, of no value once
+its run is over. `damaged-step-…` failed to verify and was set aside. A checkpoint is renamed before it is removed, so that a crash
+in between never leaves half a checkpoint under a checkpoint's name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def checkpoints_of(out: Path) -> Path:
-    """Where a run folder keeps its checkpoints."""
+    """The folder of a run's checkpoints."""
     return out / "checkpoints"
 
 
@@ -40,8 +40,8 @@ def folder_of_step(out: Path, step: int) -> Path:
 
 
 def draft_of_step(out: Path, step: int, attempt: str) -> Path:
-    """Where the checkpoint of a step is written. `attempt` differs each time a run is started, so that files of a dead
-    run are never taken for this one's."""
+    """The folder in which the checkpoint of a step is written. `attempt` differs each time a run is started, so that files of a
+    dead run are never mistaken for this one's."""
     return checkpoints_of(out) / f".step-{step:08d}.{attempt}.partial"
 
 
@@ -96,7 +96,7 @@ def remove(folder: Path) -> None:
 
 
 def clean(out: Path) -> None:
-    """Remove what an earlier run left half-written or half-removed. Only the holder of the folder's lock may call it."""
+    """Remove half-written and half-removed checkpoints of earlier runs. Only the holder of the folder's lock may call it."""
     place = checkpoints_of(out)
     for path in place.iterdir() if place.is_dir() else ():
         if _PASSING.fullmatch(path.name):
@@ -128,11 +128,11 @@ def retire(out: Path, keep: int, keep_every: int) -> None:
 
 
 class FolderLock:
-    """Holds a run folder from when it is made until it is released. `warning` says when the file system cannot lock.
+    """Locks a run folder from construction until `release`. `warning` is set when the file system cannot lock.
 
     The operating system keeps the lock (`flock`) for as long as the process lives: when it dies, however it dies, the lock is gone
-    with it, and no file has to be cleaned up or judged stale. On a file system shared by machines it holds between them where
-    the file system carries it, as NFS does. The file's text, who and since when, is only for the message.
+    with it, and no file has to be cleaned up or judged stale. On a file system shared by machines the lock holds between them if
+    the file system supports it, as NFS does. The file's content, holder and start time, is only for the error message.
     """
 
     def __init__(self, out: Path) -> None:
@@ -155,7 +155,7 @@ class FolderLock:
                 raise UserError(Problem(reason, where=str(out))) from None
         since = datetime.now(UTC).isoformat(timespec="seconds")
         note = dict(host=socket.gethostname(), process=os.getpid(), since=since)
-        with contextlib.suppress(OSError):  # on a full disk the lock holds without it
+        with contextlib.suppress(OSError):  # on a full disk the lock holds without the note
             os.ftruncate(self.handle, 0)
             os.pwrite(self.handle, (json.dumps(note) + "\n").encode(), 0)
 

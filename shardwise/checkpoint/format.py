@@ -1,9 +1,9 @@
-"""The files of a checkpoint: their content, and whether it is still what was written.
+"""The files of a checkpoint: their content, and checks that it is still as written.
 
-Every rank leaves `rank-00000.safetensors` with its shards under the names of the whole tensors. The header's metadata has, as
-JSON under `shards`, the whole tensor's shape, where the shard lies in it, and a checksum of its bytes. `manifest.json` names
-all files with their sizes and checksums (of a file of shards: the header's), and ends with a checksum of itself. So every byte
-is accounted for, nothing read here can execute code, and no name in a file can lead out of the folder.
+Every rank writes `rank-00000.safetensors` with its shards under the names of the whole tensors. The header's metadata has, as JSON
+under `shards`, the whole tensor's shape, the shard's offset in it, and a checksum of its bytes. `manifest.json` lists all files
+with their sizes and checksums (for a file of shards, the header's), and ends with a checksum of itself. So every byte is covered
+by a checksum, nothing read here can execute code, and no name in a file can lead out of the folder.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Progress = Callable[[int], None]
 
 
 def unwatched(count: int) -> None:
-    """The hook of a reader or writer that nobody watches."""
+    """The default progress hook, which does nothing."""
 
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -56,12 +56,12 @@ _SHARDS = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 class OtherFormat(UserError):
-    """A checkpoint of an earlier or later version: not damaged, and not to be passed over for an older one."""
+    """A checkpoint of an earlier or later version: it is not damaged, and must not be skipped in favour of an older one."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of a whole tensor, `size` elements from `offset` on by dimension, and where its bytes lie."""
+    """A box of a whole tensor, `size` elements from `offset` on in each dimension, and the location of its bytes."""
 
     name: str
     dtype: torch.dtype
@@ -80,7 +80,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A shard that this rank writes: the whole tensor's name and shape, where the shard begins in it, and its values."""
+    """A shard that this rank writes: the whole tensor's name and shape, the shard's offset in it, and its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -90,8 +90,8 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is: the step and when it was saved, by which layout, the counters, and the size and checksum of every
-    file."""
+    """The description of a checkpoint: its step, when it was saved, the layout that wrote it, the counters, and the size and
+    checksum of every file."""
 
     step: int
     saved: str
@@ -106,18 +106,18 @@ class Manifest:
 
 
 def shard_file(rank: int) -> str:
-    """Where a rank keeps its shards."""
+    """The file of a rank's shards."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def to_json(manifest: Manifest) -> str:
-    """The manifest as text, its own checksum with it."""
+    """The manifest as JSON text, with its own checksum."""
     content = {"format": FORMAT} | vars(manifest)
     return json.dumps(content | {"crc": _own_checksum(content)}, indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """A checkpoint's manifest, or a sentence about what is wrong with it."""
+    """Read a checkpoint's manifest; raises `UserError` if something is wrong with it."""
     path = folder / MANIFEST
     if not folder.is_dir():
         raise UserError(Problem("there is no such folder", where=str(folder)))
@@ -153,14 +153,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_shards(folder: Path, manifest: Manifest, progress: Progress = unwatched) -> dict[str, list[Shard]]:
-    """Every tensor's shards, checked to make up the whole of it."""
+    """The shards of every tensor, checked to make up the whole tensor."""
     tensors: dict[str, list[Shard]] = {}
     for file in manifest.files:
         if _SHARDS.fullmatch(file):
             check_file(folder, file, manifest)
             for shard in read_header(folder / file, sharded=True):
                 tensors.setdefault(shard.name, []).append(shard)
-            progress(1)  # there is a file for each rank, which may be thousands
+            progress(1)  # one file per rank, possibly thousands
     for name, shards in tensors.items():
         first = shards[0]
         same = all((s.shape, s.dtype) == (first.shape, first.dtype) for s in shards)
@@ -170,9 +170,9 @@ def read_shards(folder: Path, manifest: Manifest, progress: Progress = unwatched
 
 
 def read_header(file: Path, sharded: bool = False) -> list[Shard]:
-    """What a safetensors file holds, in the order of its bytes: shards as their metadata says, or else whole tensors. The library
-    judges whether the file is sound. Offsets are read here, because the library would map the file, and pages once touched
-    count as memory until it is closed."""
+    """The content of a safetensors file, in byte order: shards as its metadata describes them, or else whole tensors. The library
+    validates the file. Offsets are read here, because the library would map the file, and touched pages count as memory until it
+    is closed."""
     try:
         with safe_open(file, framework="pt"):
             pass
@@ -213,8 +213,8 @@ def _shard(name: str, entry: dict[str, Any], box: dict[str, Any] | None, file: P
 
 
 def damage(folder: Path, share: tuple[int, int] = (0, 1), progress: Progress = unwatched) -> Iterator[Problem]:
-    """What is wrong with a checkpoint, read to the last byte. With a share of (n, of) only every of-th file of shards is read
-    through, from the n-th on: ranks that each take theirs have together read all of it."""
+    """The problems of a checkpoint, found by reading every byte. With a `share` of (n, of) only every of-th file of shards is read
+    in full, from the n-th on: ranks that each take one share together read all of it."""
     try:
         manifest = read_manifest(folder)
         tensors = read_shards(folder, manifest, progress)
@@ -249,7 +249,7 @@ def _check_bytes(path: Path, shards: list[Shard], progress: Progress) -> Iterato
 
 
 def check_file(folder: Path, file: str, manifest: Manifest) -> None:
-    """Raise unless a file has the size and the checksum that the manifest gives it."""
+    """Raise unless a file has the size and the checksum listed in the manifest."""
     if file not in manifest.files:
         raise UserError(Problem(f"names no {file}", where=str(folder / MANIFEST)))
     found, written = size_and_checksum(folder / file), manifest.files[file]
@@ -273,7 +273,7 @@ def size_and_checksum(path: Path) -> tuple[int, int]:
 
 
 def _checksum_of(handle: int, size: int, progress: Progress = unwatched) -> int:
-    """The checksum of the next `size` bytes of a file, or of those that are left."""
+    """The checksum of the next `size` bytes of a file, or of the rest if there are fewer."""
     crc = 0
     while size and (block := os.read(handle, min(BLOCK, size))):
         crc, size = checksum(block, crc), size - len(block)
@@ -282,8 +282,8 @@ def _checksum_of(handle: int, size: int, progress: Progress = unwatched) -> int:
 
 
 def checksum(data: Any, before: int = 0) -> int:
-    """CRC-32, as in zip and PNG: fast, in every Python, and sure to notice any damage within 32 bits, however it arose. It
-    guards against accidents; whoever can write to the folder can also write a fitting checksum."""
+    """CRC-32, as in zip and PNG: fast, part of every Python, and certain to detect any damage within 32 consecutive bits. It
+    guards against accidents; whoever can write to the folder can also write a matching checksum."""
     return zlib.crc32(data, before)
 
 
@@ -307,7 +307,7 @@ def open_plain(path: Path) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or a sentence about what is wrong with it."""
+    """Read the object in a JSON file; raises `UserError` if something is wrong with it."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as e:
@@ -320,6 +320,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def some(names: Iterable[str], most: int = 8) -> str:
-    """Names for a sentence; a broken folder may have thousands."""
+    """The first names of a list, for a message; a broken folder may have thousands."""
     listed = list(names)
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

@@ -1,7 +1,7 @@
 """Whether a run may use a folder: no other run is in it, and its checkpoints are of the same job.
 
-Two runs are the same job, so that one may resume from the other's checkpoint, when they have the same network, data, order of
-data and optimizer. The rest may change: the layout, how long to train, learning rates, what is recorded and kept.
+Two runs are the same job, so that one may resume from the other's checkpoint, when they have the same network, data, order of data
+and optimizer. The rest may change: the layout, the number of steps, learning rates, logging, and which checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.run import Problem, Run, UserError, read_run, to_dict
 from shardwise.run.sections.objective import ObjectiveConfig
 
-# Which samples a step sees follows from these and the step's number; which data sets they name, from their fingerprint.
+# These keys and the step number determine the samples of a step; data sets are compared by their fingerprint.
 _FIXED = {
     "data": ("weights", "holdout", "separate_documents"),
     "train": ("seq_len", "global_batch", "seed", "optimizer", "parametrization", "base_width", "base_layers"),
     "objective": tuple(ObjectiveConfig.__dataclass_fields__),
     "adapter": ("kind", "rank", "alpha", "dropout", "targets", "rank_stabilized", "double_quantization"),
 }
-_BEFORE_THE_RUN = ("logs", "events.jsonl", "launch")  # what starting leaves in a folder before the run is in it
+_BEFORE_THE_RUN = ("logs", "events.jsonl", "launch")  # files that the launcher writes before the run uses the folder
 
 
 def model_differences(before: Run, now: Run) -> list[str]:
@@ -41,7 +41,7 @@ def _differences(before: Run, now: Run, keys: dict[str, tuple[str, ...]]) -> lis
 
 
 def check_same_job(checkpoint: Path, run: Run) -> None:
-    """Refuse to resume from a checkpoint of another job, and name all that differs."""
+    """Refuse to resume from a checkpoint of another job, and name all differences."""
     before = read_run(checkpoint / RUN_FILE)
     changed = model_differences(before, run) + _differences(before, run, _FIXED)
     if changed:
@@ -50,20 +50,20 @@ def check_same_job(checkpoint: Path, run: Run) -> None:
 
 
 def check_same_data(checkpoint: Path, before: object, now: str) -> None:
-    """Refuse data with other tokens in it."""
+    """Refuse to resume on data with different tokens."""
     if before != now:
         reason = "was trained on other data than the run now names (or the built-in corpus of another Python version)"
         raise UserError(Problem(reason, key="data.sets", where=str(checkpoint)))
 
 
 def check_folder(run: Run, out: Path) -> None:
-    """Raise if a run may not use a folder, before any rank starts: it is no run folder, in use, or of another job."""
+    """Raise if a run may not use a folder, before any rank starts: it is not a run folder, is in use, or holds another job."""
     lock_folder(run, out).release()
 
 
 @contextmanager
 def hold_folder(run: Run, out: Path, mesh: Mesh, log: Callable[[str], None]) -> Iterator[None]:
-    """The folder is this run's alone, held by the first rank for all of them. Refused on one, refused on all."""
+    """Lock the folder for this run; rank 0 holds the lock for all ranks. If it is refused on rank 0, all ranks raise."""
     lock: FolderLock | None = None
     problem: UserError | None = None
     if mesh.rank == 0:
@@ -84,7 +84,7 @@ def hold_folder(run: Run, out: Path, mesh: Mesh, log: Callable[[str], None]) -> 
 
 
 def lock_folder(run: Run, out: Path) -> FolderLock:
-    """The lock of a folder that a run may use."""
+    """Lock a folder, and check that the run may use it."""
     if out.is_dir() and not (out / RUN_FILE).exists() and not (out / LOCK).exists():
         foreign = sorted(path.name for path in out.iterdir() if path.name not in _BEFORE_THE_RUN)
         if foreign:
@@ -103,7 +103,7 @@ def lock_folder(run: Run, out: Path) -> FolderLock:
             except OtherFormat:
                 raise
             except UserError:
-                continue  # reported when it is found not to verify
+                continue  # reported later, when it fails to verify
             check_same_job(folder, run)
             break
     except UserError:
@@ -117,7 +117,7 @@ TEXT = 480  # bytes of a message that are sent
 
 def gather(mesh: Mesh, text: str = "", numbers: Sequence[int] = ()) -> tuple[str, list[tuple[int, ...]]]:
     """The message of the first rank that has one ("" when none has), and the integers of every rank. All ranks must call it, with
-    equally many integers. They are sent as tensors on the host: an `all_gather_object` would unpickle what arrives."""
+    the same number of integers. They are sent as CPU tensors: `all_gather_object` would unpickle the received bytes."""
     if mesh.layout.world == 1:
         return text, [tuple(numbers)]
     message = text.encode()[:TEXT].ljust(TEXT, b"\0")

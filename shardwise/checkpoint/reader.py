@@ -1,8 +1,7 @@
-"""Tensors of a checkpoint, or of a folder of safetensors files, whole or a box of them at a time.
+"""Reads tensors of a checkpoint or of a folder of safetensors files, whole or one box at a time.
 
-A box is assembled from the shards that overlap it. Only the rows of a shard that are needed are read, so reading
-takes the memory of the result and one block, or one matrix of a stack. Nothing here can load a pickle, which could run any code
-put in it.
+A box is assembled from the shards that overlap it. Only the needed rows of a shard are read, so reading takes the memory of the
+result and one block, or one matrix of a stack. Nothing here can load a pickle, which could run any code put in it.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 class Reader:
-    """The tensors of a folder by name. A tensor is read when it is asked for."""
+    """The tensors of a folder by name, each read on demand."""
 
     def __init__(self, folder: Path, tensors: dict[str, list[Shard]], progress: Progress = unwatched) -> None:
         self.folder, self.shards, self.progress = folder, tensors, progress
 
     @property
     def names(self) -> list[str]:
-        """Every tensor."""
+        """The names of all tensors."""
         return list(self.shards)
 
     def __contains__(self, name: str) -> bool:
@@ -57,7 +56,7 @@ class Reader:
         return self.shards[name][0].dtype
 
     def get(self, name: str) -> Tensor:
-        """A whole tensor, in memory of its own."""
+        """A whole tensor, in newly allocated memory."""
         shape = self.shape(name)
         return self.read(name, (0,) * len(shape), shape)
 
@@ -69,15 +68,15 @@ class Reader:
         return self.read(name, (index, *(0 for _ in shape[1:])), (1, *shape[1:]))[0]
 
     def read(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
-        """A box of a tensor, in memory of its own."""
+        """A box of a tensor, in newly allocated memory."""
         self._check_held(name)
         values = torch.empty(tuple(size), dtype=self.shards[name][0].dtype)
         self.read_into(values, name, offset)
         return values
 
     def read_into(self, values: Tensor, name: str, offset: Sequence[int]) -> None:
-        """Fill a tensor of any dtype, on any device, with the box of its shape that begins at `offset`: a block at a time, where it
-        cannot be read straight into its place. Shards read as a whole are verified by their checksum."""
+        """Fill a tensor of any dtype, on any device, with the box of its shape that begins at `offset`. If the bytes cannot be
+        read directly into the tensor, they are copied block by block. Shards read in full are verified by their checksum."""
         self._check_held(name)
         for shard in self.shards[name]:
             spans = [
@@ -153,7 +152,8 @@ def open_checkpoint(folder: Path, kind: str = "model/", progress: Progress = unw
 
 
 def find_weights(folder: Path) -> dict[str, list[Shard]]:
-    """Where each tensor of `model.safetensors`, or of the numbered files that an index names, lies. All headers are checked."""
+    """The location of each tensor in `model.safetensors`, or in the numbered files that an index names. All headers are
+    checked."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return {tensor.name: [tensor] for tensor in read_header(single)}

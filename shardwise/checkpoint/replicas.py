@@ -1,13 +1,13 @@
-"""What replicas have of their own, in a checkpoint.
+"""The state in a checkpoint that differs between replicas.
 
-Of replicas that rarely speak everything but the first one's is in `replica/NUMBER/…`, by the names that the first one's has, and
-what the outer optimizer keeps in `outer/NAME/KEY`, with what is underway. With another number of replicas, each goes on as one of
-those that were.
+When replicas synchronize rarely (`sync_every` > 1), the state of every replica but the first is in `replica/NUMBER/…`, under the
+same names as the first one's. The state of the outer optimizer is in `outer/NAME/KEY`, including exchanges in flight. With another
+number of replicas, each continues from one of the stored replicas.
 
-What compressed gradients have not sent yet is in `unsent/REPLICA/NAME/KEY`, shaped like a parameter, and in `factor/RANK/NAME`,
-where PowerSGD's next step starts from. A run goes on bit for bit on the same layout. On another one shards find their places as
-parameters do. With another number of replicas each takes an equal share of what all of them together had not sent, so nothing is
-lost; and factors start anew, which the error feedback makes up for in a few steps.
+The residuals that gradient compression has not sent yet are in `unsent/REPLICA/NAME/KEY`, shaped like a parameter;
+`factor/RANK/NAME` is the factor that PowerSGD's next step starts from. On the same layout a run continues bit for bit. On another
+layout, each rank finds its shards as it does for parameters. With another number of replicas, each takes an equal share of the sum
+of all residuals, so nothing is lost; and factors start anew, which error feedback makes up for in a few steps.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ FACTOR = "factor"
 
 
 class Exchange(Protocol):
-    """What replicas keep, by the index of a parameter."""
+    """The state that replicas keep, by the index of a parameter."""
 
     def state_of(self, index: int) -> dict[str, Tensor]: ...
 
 
 class Outer(Exchange, Protocol):
-    """The same of replicas that rarely speak."""
+    """The same for replicas that synchronize rarely: the outer optimizer."""
 
     def restart(self) -> None: ...
 
@@ -59,20 +59,20 @@ class Compressing(Protocol):
 
 
 def own_prefix(mesh: Mesh) -> str:
-    """Before the names of what this rank's replica has for itself."""
+    """The prefix of the names of state that belongs to this rank's replica alone."""
     apart = mesh.layout.sync_every > 1 and mesh.index("replicate")
     return f"replica/{mesh.index('replicate')}/" if apart else ""
 
 
 def prefix_read(state: Compressing, reader: Reader) -> str:
-    """Before the names of what this rank's replica goes on with."""
+    """The prefix of the names of the state that this rank's replica resumes from."""
     before = read_run(reader.folder / RUN_FILE).layout
     number = state.mesh.index("replicate") % before.replicate
     return f"replica/{number}/" if before.sync_every > 1 and number else ""
 
 
 def outer_shards(state: Compressing) -> Iterator[LocalShard]:
-    """What this rank writes of the outer optimizer."""
+    """The shards of the outer optimizer that this rank writes."""
     mesh = state.mesh
     if state.outer is None:
         return
@@ -88,7 +88,7 @@ def outer_shards(state: Compressing) -> Iterator[LocalShard]:
 
 @torch.no_grad()
 def load_outer(state: Compressing, reader: Reader) -> None:
-    """Read what the outer optimizer keeps; where replicas spoke in every step before, it begins with the weights."""
+    """Read the state of the outer optimizer; if replicas synchronized in every step before, it starts from the weights."""
     if state.outer is None:
         return
     state.outer.restart()
@@ -107,13 +107,13 @@ def load_outer(state: Compressing, reader: Reader) -> None:
 
 
 def unsent_shards(state: Compressing) -> Iterator[LocalShard]:
-    """What this rank writes."""
+    """The residuals and factors that this rank writes."""
     mesh = state.mesh
     for n, each in enumerate(state.parallel.parameters if state.exchange is not None else ()):
         assert state.exchange is not None
         replica = mesh.index("replicate")
         copies, copy = replica_index(each, mesh)
-        first = copy == replica * (copies // mesh.size("replicate"))  # of those in this replica
+        first = copy == replica * (copies // mesh.size("replicate"))  # of the holders in this replica
         for key, values in sorted(state.exchange.state_of(n).items()):
             if key == FACTOR:
                 yield LocalShard(f"{FACTOR}/{mesh.rank}/{each.name}", tuple(values.shape), (0,) * values.ndim, values)
@@ -124,7 +124,7 @@ def unsent_shards(state: Compressing) -> Iterator[LocalShard]:
 
 @torch.no_grad()
 def load_unsent(state: Compressing, reader: Reader) -> None:
-    """Read what this rank keeps; nothing where the run had not kept it."""
+    """Read this rank's residuals and factors; residuals that the checkpoint lacks are zero."""
     if state.exchange is None:
         return
     before, mesh = read_run(reader.folder / RUN_FILE).layout, state.mesh

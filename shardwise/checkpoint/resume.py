@@ -1,8 +1,8 @@
 """Where a run starts: from the newest of its checkpoints that verifies, or else from the weights that `train.weights` names.
 
-Ranks verify together, each its share of the files. Then each reads the boxes that it holds, whatever layout wrote them. Random
-generators go on where the same ranks left them. Of `train.weights`, another run or a folder that `shardwise convert from-hf`
-made, only weights are taken: steps are counted from 1, and the optimizer starts empty.
+Ranks verify together, each its share of the files. Then each reads its own shards, whatever layout wrote them. Random generators
+continue where the same ranks left them. From `train.weights`, which is another run or a folder made by `shardwise convert
+from-hf`, only weights are read: steps are counted from 1, and the optimizer state starts empty.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from shardwise.run.parameters import matrix_of
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run resumed from, and what was saved beside its counters."""
+    """The checkpoint that a run resumed from, and the extra values saved beside its counters."""
 
     folder: Path
     step: int
@@ -55,8 +55,8 @@ class Resumed:
 def resume(
     state: State, out: Path, fingerprint: str, log: Callable[[str], None], progress: Progress = unwatched
 ) -> Resumed | None:
-    """Bring a new train state to the newest checkpoint of a run folder, whatever layout wrote it; None when there is none. Every
-    rank calls it. `progress` is called with the bytes of every block read."""
+    """Load the newest checkpoint of a run folder into a new train state, whatever layout wrote it; returns None if there is none.
+    Every rank calls it. `progress` is called with the bytes of every block read."""
     if state.mesh.rank == 0:
         clean(out)
     folder = _choose(out, state.mesh, log, progress)
@@ -81,11 +81,11 @@ def resume(
 
 
 def _choose(out: Path, mesh: Mesh, log: Callable[[str], None], progress: Progress) -> Path | None:
-    """The newest checkpoint that verifies; newer ones that do not are named with the reason, and set aside."""
+    """The newest checkpoint that verifies; newer ones that do not are logged with the reason, and set aside."""
     candidates = complete(out) if mesh.rank == 0 else []
     reasons: list[str] = []
     damaged: list[Path] = []
-    # The first rank's view of the folder counts; names may reach other machines a little later.
+    # Rank 0's view of the folder counts; names may become visible on other machines a little later.
     while (step := gather(mesh, numbers=[_next_step(candidates)])[1][0][0]) >= 0:
         folder = folder_of_step(out, step)
         other, problem = False, ""
@@ -118,8 +118,8 @@ def _next_step(candidates: list[Path]) -> int:
 def load_weights(
     state: State, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress = unwatched
 ) -> None:
-    """Give a new train state the weights that its run starts from. Every rank calls it, and reads what it holds. Warns when they
-    were trained with another tokenizer than the data's, which is nearly always a mistake."""
+    """Load the weights that a run starts from into a new train state. Every rank calls it, and reads its own shards. Warns when
+    they were trained with another tokenizer than the data's, which is nearly always a mistake."""
     if not state.run.train.weights:
         return
     reader = _load_base(state, progress)
@@ -134,7 +134,7 @@ def load_weights(
 
 
 def _load_base(state: State, progress: Progress) -> Reader | None:
-    """Read what this rank holds of `train.weights`, where there are any: all but adapters."""
+    """Read this rank's shards of `train.weights`, if set: all parameters but adapters."""
     if not state.run.train.weights:
         return None
     reader = open_weights(checkpoint_folder(state.run.train.weights), state.run.model, progress)
@@ -152,13 +152,13 @@ class Network(Protocol):
 
 
 def _rounded(state: Network, matrix: Tensor) -> Tensor:
-    """A matrix on the device, in the dtype of the arithmetic: what a run that does not keep it in 4 bits would multiply with."""
+    """A matrix on the device in the compute dtype, as a run without 4-bit weights would use it."""
     return matrix.to(state.device, getattr(torch, state.run.train.dtype))
 
 
 @torch.no_grad()
 def read_model(state: Network, reader: Reader, prefix: str = "") -> None:
-    """Parameters and buffers from a folder of a whole network, or adapters from a checkpoint of theirs."""
+    """Read parameters and buffers from a folder of a whole network, or adapters from a checkpoint of adapters."""
     adapters = state.run.adapter.used and bool(prefix)
     in_4_bits = Quantizer(lambda name: _rounded(state, reader.get(name)), state.run.adapter.double_quantization)
     for each in state.parallel.parameters:
@@ -181,10 +181,10 @@ def read_model(state: Network, reader: Reader, prefix: str = "") -> None:
 
 @torch.no_grad()
 def _load(state: State, reader: Reader) -> None:
-    """Read what this rank holds of a checkpoint."""
+    """Read this rank's shards of a checkpoint."""
     own = prefix_read(state, reader)
     read_model(state, reader, f"{own}model/")
-    keys: dict[str, list[str]] = {}  # of the optimizer's state, by parameter
+    keys: dict[str, list[str]] = {}  # keys of the optimizer state by parameter
     for name in reader.names:
         if name.startswith(f"{own}optimizer/"):
             parameter, _, key = name.removeprefix(f"{own}optimizer/").rpartition("/")

@@ -1,9 +1,9 @@
-"""Writes checkpoints of a run while it trains: training waits for the copy, a thread of its own does the rest.
+"""Writes checkpoints of a run while it trains: training waits only for the copy, a background thread does the rest.
 
-Every rank writes its copy; the first rank commits, and removes what `train.keep` does not keep. A checkpoint that fails is
-logged and leaves those before it as they are; training goes on, and only the last one of a run must succeed. The next one waits
-for the one before. What ranks must agree on they gather in the training thread: collectives of another thread would
-interleave with those of the training, in another order on every rank.
+Every rank writes its copy; rank 0 commits, and removes the checkpoints that `train.keep` does not keep. A checkpoint that fails is
+logged and leaves earlier ones as they are; training goes on, and only the last checkpoint of a run must succeed. A checkpoint
+waits for the previous one. Ranks gather the values they must agree on in the training thread: collectives of another thread would
+interleave with those of training, in a different order on every rank.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class _Pending:
 
 
 class Saver:
-    """The checkpoints of a run in its folder. Every rank has one, and all call the same methods in the same order."""
+    """Writes the checkpoints of a run into its folder. Every rank has a `Saver`, and all call the same methods in the same
+    order."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class Saver:
         self._thread: Thread | None = None
 
     def save(self, state: State, more: Mapping[str, Any] | None = None) -> None:
-        """Copy the state as it is now and have it written. `more` is kept beside the counters, plain JSON, and given back on
+        """Copy the current state and start writing it. `more` is plain JSON, stored beside the counters and returned on
         resuming."""
         self._settle()
         shards = local_shards(state)
@@ -110,7 +111,7 @@ class Saver:
         self._thread.start()
 
     def _weights_below(self, run: Run) -> dict[str, Any]:
-        """What is said of the base of adapters, found out once."""
+        """The description of the adapters' base, computed once."""
         if self._described is None:
             self._described = describe_base(run)
         return self._described
@@ -122,7 +123,7 @@ class Saver:
         return self.problem
 
     def abandon(self) -> None:
-        """End without the other ranks, which may be gone: what is whole by now is still committed."""
+        """End without the other ranks, which may be gone: a checkpoint whose shards are all written by now is still committed."""
         if self._pending is not None and self._thread is not None:
             self._pending.written.wait()
             self._thread.join(PATIENCE)
@@ -130,17 +131,17 @@ class Saver:
             self._thread.join()
 
     def _settle(self) -> None:
-        """Wait for the checkpoint before, on all ranks."""
+        """Wait for the previous checkpoint, on all ranks."""
         pending, thread = self._pending, self._thread
         if pending is None or thread is None:
             return
         everyone = False
-        while not everyone:  # in rounds, because a collective gives up on ranks that are merely slow to write
+        while not everyone:  # in rounds, because one collective would time out on ranks that are merely slow to write
             written = pending.written.wait(ROUND)
             failed, every = gather(self.mesh, pending.problem, [written])
             everyone = all(written for (written,) in every)
         if failed:
-            pending.stop.set()  # the rank that failed may not have been able to write its file of the failure
+            pending.stop.set()  # the failed rank may not have been able to write its failure file
         thread.join()
         self.problem = pending.problem
         if self.problem and self.mesh.rank == 0:
@@ -156,7 +157,7 @@ class Saver:
             report_failure(pending.draft, self.mesh.rank, pending.problem)
 
     def _commit(self, pending: _Pending) -> None:
-        """The first rank's work when its own shards are written."""
+        """Rank 0's work after its own shards are written."""
         train, step = pending.description.run.train, pending.description.step
         target = folder_of_step(self.out, step)
         try:
@@ -181,7 +182,7 @@ class Saver:
             self.log(f"warning: after step {step} was saved, older checkpoints stay: {e.strerror}")
 
     def _free(self) -> int:
-        """Bytes free where checkpoints go."""
+        """Bytes free on the disk of the checkpoints."""
         place = checkpoints_of(self.out)
         while not place.exists():
             place = place.parent

@@ -1,9 +1,9 @@
-"""What a checkpoint holds of this rank: shards of whole tensors by name, so that any other layout can find its own shards in them.
+"""This rank's part of a checkpoint: shards of whole tensors by name, so that any other layout can find its own shards in them.
 
-`model/NAME` are parameters and buffers, `optimizer/NAME/KEY` the optimizer's state of each parameter, `random/RANK/DEVICE` the
-random generators, `kept/NAME` what else a run could not make again; what replicas have of their own is in `replicas.py`, earlier
-weights are in `versions.py`. What several ranks hold is written by one of them, or by all in equal shares where it is large.
-Training waits until the shards are copied aside, and for nothing else; the copy is made in memory allocated once.
+`model/NAME` are parameters and buffers, `optimizer/NAME/KEY` the optimizer state of each parameter, `random/RANK/DEVICE` the
+random generators, `kept/NAME` other tensors that a run could not recompute; state that differs between replicas is in
+`replicas.py`, earlier weights are in `versions.py`. A tensor that several ranks hold is written by one of them, or by all in equal
+shares if it is large. Training waits only until the shards are copied; the copy is made in memory allocated once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.run import Run
 from shardwise.run.parameters import shard_bounds
 from shardwise.torch_private import is_persistent
 
-SMALLEST = 1 << 20  # bytes; a shard is divided among the ranks that hold it down to this, and below goes to one of them
+SMALLEST = 1 << 20  # bytes; ranks that hold the same shard divide it into shares of at least this size
 
 
 class OptimizerState(Protocol):
@@ -39,31 +39,31 @@ class OptimizerState(Protocol):
 
 
 class LossScale(Protocol):
-    """The loss scale of float16, and how many steps in a row were good."""
+    """The loss scale of float16, and the number of good steps in a row."""
 
     scale: float
     good: int
 
 
 class HasModels(Protocol):
-    """What has a rank's part of a network."""
+    """An object with this rank's part of a network."""
 
     parallel: Parallel
 
 
 class State(Protocol):
-    """What of a run in progress a checkpoint saves and restores. `train.step.TrainState` is one."""
+    """The state of a run in progress that a checkpoint saves and restores. `train.step.TrainState` is one."""
 
     run: Run
     job: Run
-    """What a checkpoint is of: the run, or where this is one replica of it, the run on its ranks."""
+    """The run that a checkpoint describes: `run`, or, for one replica of an elastic run, the full run on this replica's ranks."""
     mesh: Mesh
     device: torch.device
     step: int
     tokens: int
     parallel: Parallel
     kept: dict[str, Tensor]
-    """Tensors of a run besides, the same on every rank."""
+    """Other tensors of a run, the same on every rank."""
 
     @property
     def exchange(self) -> Exchange | None: ...
@@ -81,11 +81,11 @@ class State(Protocol):
     def loss_scale(self) -> LossScale: ...
 
     def drain(self) -> None:
-        """Finish what an asynchronous pipeline has underway."""
+        """Finish the passes that an asynchronous pipeline has in flight."""
 
 
 def local_shards(state: State, smallest: int = SMALLEST) -> list[LocalShard]:
-    """Everything this rank writes; together the ranks write each element once. Long dtypes come first: safetensors allows no gaps,
+    """Everything this rank writes; together the ranks write each element once. Wide dtypes come first: safetensors allows no gaps,
     so this order keeps every shard aligned to its itemsize."""
     shards = (shard for shard in _shards(state, smallest) if shard.values.numel())
     return sorted(shards, key=lambda shard: -shard.values.itemsize)
@@ -95,15 +95,15 @@ def _shards(state: State, smallest: int) -> Iterator[LocalShard]:
     state.drain()
     mesh, own = state.mesh, own_prefix(state.mesh)
     for n, each in enumerate(state.parallel.parameters):
-        if each.copy_of_other_stage or each.entry.frozen:  # the base of adapters stays where it is
+        if each.copy_of_other_stage or each.entry.frozen:  # the base of adapters is not saved
             continue
         offset, (replicas, replica) = local_box(each, mesh).offset, replica_index(each, mesh)
-        states = sorted(state.optimizer.state_of(n).items())  # first: it waits for what is still being updated
+        states = sorted(state.optimizer.state_of(n).items())  # first: it waits for updates in progress
         tensors = [(f"{own}model/{each.name}", local(each.parameter.detach()))]
         tensors += [(f"{own}optimizer/{each.name}/{key}", v) for key, v in states]
-        # Which replica writes follows from the index of the parameter, the same on all of them.
+        # The parameter's index decides which replica writes; it is the same on all of them.
         for index, (name, values) in enumerate(tensors, start=n):
-            if values.ndim == 0:  # a scalar of the whole parameter, such as AdamW's count of steps
+            if values.ndim == 0:  # a scalar of the whole parameter, such as AdamW's step count
                 if holds_first_slice(each, mesh) and index % replicas == replica:
                     yield LocalShard(name, (), (), values)
                 continue
@@ -131,8 +131,8 @@ def _whole(name: str, values: Tensor) -> LocalShard:
 
 
 def buffers(state: HasModels, copies: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """The state of the network besides its parameters: the routers' selection biases. Every rank of a stage has them all; without
-    `copies`, those of a stage that another rank of the pipeline holds too are that rank's."""
+    """The state of the network besides its parameters: the routers' selection biases. Every rank of a stage has all of them.
+    Without `copies`, the buffers of a stage that another pipeline rank also holds are left to that rank."""
     for model in state.parallel.models if copies else state.parallel.own_models:
         for prefix, module in model.named_modules():
             for leaf, buffer in module.named_buffers(recurse=False):
@@ -141,18 +141,18 @@ def buffers(state: HasModels, copies: bool = True) -> Iterator[tuple[str, Tensor
 
 
 def random_states(state: State) -> Iterator[tuple[str, Tensor]]:
-    """The states of this rank's random generators. A step draws nothing today; what is added to it may."""
+    """The states of this rank's random generators. A step draws no random numbers today; later additions may."""
     yield "cpu", torch.get_rng_state()
     if state.device.type == "cuda":
         yield "cuda", torch.cuda.get_rng_state(state.device)
 
 
 class Staging:
-    """Memory for one copy of what this rank writes, allocated at the first checkpoint and reused by all later ones.
+    """Memory for one copy of this rank's shards, allocated at the first checkpoint and reused by all later ones.
 
-    From a GPU the copies run side by side into pinned memory, and one wait at the end is enough. In a CPU's memory a few
-    threads take an equal share of the bytes each and join once: PyTorch's own copies would join after every tensor, which on a
-    busy machine costs many times the copying.
+    From a GPU the copies run in parallel into pinned memory, with one synchronization at the end. On a CPU a few threads each copy
+    an equal share of the bytes and join once: PyTorch's own copies would join after every tensor, which on a busy machine costs
+    many times the copying.
     """
 
     def __init__(self) -> None:
@@ -161,17 +161,17 @@ class Staging:
         self._unpin: Callable[[], object] = lambda: None
 
     def _allocate(self, size: int, pinned: bool) -> None:
-        """Exactly `size` bytes; PyTorch's own pinned memory comes in powers of two."""
+        """Allocate exactly `size` bytes; PyTorch's own pinned memory comes in powers of two."""
         self._unpin()
         self.block = torch.empty(0, dtype=torch.uint8)  # frees the old one first
         self.block = torch.empty(size, dtype=torch.uint8)
-        # If it is refused, copies are only slower.
+        # If pinning is refused, copies are only slower.
         self.pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(self.block.data_ptr(), size, 0)) == 0
         if self.pinned:  # also after the last save: the next owner of this memory may want to pin it
             self._unpin = weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.block.data_ptr())
 
     def copy(self, shards: Sequence[LocalShard]) -> Tensor:
-        """The bytes of the shards as they are now, one after another. Good until the next copy."""
+        """Copy the current bytes of the shards, one after another. The result is valid until the next copy."""
         needed = sum(shard.values.nbytes for shard in shards)
         if self.block.numel() != needed:
             self._allocate(needed, pinned=any(shard.values.is_cuda for shard in shards))

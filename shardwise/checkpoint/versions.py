@@ -1,7 +1,7 @@
 """Earlier versions of weights, which the next microbatches of an asynchronous pipeline use: `versions/AGE/NAME`, AGE in updates.
 
-The pipeline is drained first, which changes nothing of what is learned. A run that goes on on another layout takes what was kept of
-what its rule asks for, and otherwise the weights as they are."""
+The pipeline is drained first, which does not change what is learned. A run that resumes on another layout reads the stored
+versions that its schedule needs, and uses the current weights for those that are missing."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from shardwise.parallel.mesh import Mesh
 
 
 class Updates(Protocol):
-    """What updates the weights of an asynchronous pipeline; `train.asynchronous.Updates` is one."""
+    """Updates the weights of an asynchronous pipeline; `train.asynchronous.Updates` is one."""
 
     learned: list[LocalParameter]
     versions: Versions
 
     def restart(self) -> None:
-        """Go on from where the train state is."""
+        """Continue from the current train state."""
 
 
 class HasVersions(Protocol):
-    """A train state that may have them."""
+    """A train state that may have earlier versions."""
 
     mesh: Mesh
     step: int
@@ -38,7 +38,7 @@ class HasVersions(Protocol):
 
 
 def version_shards(state: HasVersions) -> Iterator[LocalShard]:
-    """What this rank writes of them."""
+    """The shards of earlier versions that this rank writes."""
     if state.updates is None:
         return
     versions = state.updates.versions
@@ -51,7 +51,7 @@ def version_shards(state: HasVersions) -> Iterator[LocalShard]:
 
 @torch.no_grad()
 def load_versions(state: HasVersions, reader: Reader) -> None:
-    """Read those that this rank goes on with."""
+    """Read the earlier versions that this rank needs."""
     if state.updates is None:
         return
     state.updates.restart()

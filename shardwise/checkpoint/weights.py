@@ -1,4 +1,4 @@
-"""The weights of a checkpoint folder as a network: checked against the shapes of its `run.toml`, and loaded."""
+"""Loads the weights of a checkpoint folder into a network, checked against the shapes of its `run.toml`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def load_model(
     """The network of a checkpoint or of a run's newest one, ready to evaluate, and the run that it came from.
 
     Parameters keep the dtype they are stored in unless one is given; those that `exact` names keep it in any case. The matrices of
-    layers are rounded to what `weights` says (`serve.weights`). Memory holds the network and one block or, where it is rounded, one
-    matrix more.
+    layers are quantized to the format `weights` (`serve.weights`). Memory holds the network plus one block or, when quantizing,
+    one matrix.
     """
     from shardwise.checkpoint.huggingface.packed.folder import packed_state, packing_of
 
@@ -53,7 +53,7 @@ def load_model(
     form = FORMATS.get(weights)
     state = {}
     for name in reader.names:
-        # Buffers steer rather than compute, and are kept as exact as they were stored.
+        # Buffers only influence routing decisions, and keep the dtype they were stored in.
         stored = dtype is None or name not in parameters or (exact is not None and exact(name))
         kept = dtype if dtype is not None and not stored else reader.dtype(name)
         if form is not None and name in parameters and is_reduced(find_parameter(run.model, name)):
@@ -65,7 +65,7 @@ def load_model(
 
 
 def _put(model: Transformer, state: dict[str, torch.Tensor], device: torch.device | str) -> Transformer:
-    """Give a network without memory its tensors."""
+    """Assign tensors to a network on the meta device."""
     model.load_state_dict(state, assign=True)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -77,7 +77,7 @@ def _put(model: Transformer, state: dict[str, torch.Tensor], device: torch.devic
 def _rounded(
     reader: Reader, name: str, form: WeightFormat, dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
-    """A matrix, or a stack of them one after the other, rounded to a format as it is read."""
+    """A matrix, or a stack of them one after the other, quantized to a format as it is read."""
     shape = reader.shape(name)
     made = []
     for n in range(shape[0] if len(shape) > 2 else 1):
@@ -85,7 +85,7 @@ def _rounded(
         matrix = matrix.to(device)
         made.append(round_matrix(matrix, form, dtype))
     packed = [each for each in made if each is not None]
-    if not packed:  # rows that the format cannot hold
+    if not packed:  # the format cannot hold rows of this length
         return reader.get(name).to(device, dtype)
     return nn.Parameter(
         QuantizedMatrix.joined(packed, stack=True) if len(shape) > 2 else packed[0], requires_grad=False
@@ -96,8 +96,8 @@ def load_share(
     folder: Path, dtype: torch.dtype, device: torch.device, layers: Sequence[range], peers: Peers,
     exact: Callable[[str], bool] | None = None,
 ) -> Transformer:  # fmt: skip
-    """What this rank holds of the network of a checkpoint that several ranks serve; nothing else is read. `layers` are those of
-    each stage; parameters that `exact` names keep the dtype they are stored in."""
+    """Load this rank's shards of a network that several ranks serve; nothing else is read. `layers` are the layers of each stage;
+    parameters that `exact` names keep the dtype they are stored in."""
     from shardwise.checkpoint.huggingface.packed.folder import packing_of
 
     if packing_of(folder) is not None:
@@ -118,8 +118,8 @@ def load_share(
 
 
 def open_weights(folder: Path, config: ModelConfig, progress: Progress = unwatched) -> Reader:
-    """The weights of a checkpoint, which fit a network; those of adapters are merged into their base's."""
-    # It converts, too, and so imports this file.
+    """Open the weights of a checkpoint, checked to fit a network; adapters are merged into their base."""
+    # Imported here because that package imports this file.
     from shardwise.checkpoint.huggingface.packed.folder import packing_of
 
     if packing_of(folder) is not None:
@@ -145,7 +145,7 @@ def open_weights(folder: Path, config: ModelConfig, progress: Progress = unwatch
 
 
 def begins_anew(config: ModelConfig, reader: Reader, name: str) -> bool:
-    """Whether a parameter is not taken from a folder: the head of scores, from a language model."""
+    """Whether a parameter is initialized anew instead of read: the score head, if the folder holds a language model."""
     return name == HEAD and config.scores and (HEAD not in reader or reader.shape(HEAD)[0] != 1)
 
 
@@ -156,7 +156,7 @@ def state_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def compare_shapes(reader: Reader, expected: dict[str, tuple[int, ...]], names: Iterable[str]) -> list[Problem]:
-    """What is wrong with a folder's tensors `names`: each should be in `expected`, and be of that shape."""
+    """The problems with a folder's tensors `names`: each should be in `expected`, with that shape."""
     where, names = str(reader.folder), list(names)
     problems = []
     if missing := [name for name in expected if name not in reader]:

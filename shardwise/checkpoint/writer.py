@@ -1,8 +1,8 @@
-"""Safetensors files written as a stream: a rank's shards out of the copy made of them, or weights a chunk at a time.
+"""Writes safetensors files as a stream: a rank's shards from their staged copy, or weights one chunk at a time.
 
-The library writes tensors that it is given whole, in one call and out of memory of its own. Here the header, which follows from
-names, dtypes and shapes, is made beforehand, and the bytes follow in that order: memory never holds the model a second time,
-shards go to the disk while their checksums are computed, and a conversion holds one chunk.
+The safetensors library writes whole tensors in one call, from memory of its own. Here the header, which follows from names, dtypes
+and shapes, is computed beforehand, and the bytes follow in that order: memory never holds the model a second time, shards go to
+disk while their checksums are computed, and a conversion holds one chunk.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from shardwise.files import sync, write_atomically
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLUSH = 1 << 26  # bytes written between two flushes to the disk
-AHEAD = 4 * FLUSH  # bytes written and not yet flushed at which writing waits, so that no single flush takes long
+AHEAD = 4 * FLUSH  # unflushed bytes at which writing waits, so that no single flush takes long
 FILE_BYTES = 5_000_000_000  # the customary size of a shard on the Hugging Face hub
 
 
 def write_shards(
     draft: Path, rank: int, shards: Sequence[LocalShard], staged: Tensor, progress: Progress = unwatched
 ) -> None:
-    """Write a rank's file of the staged bytes of its shards. It takes its name only when all of it is on the disk, so that whoever
-    sees it can count on it. `progress` is called with the bytes of every block."""
+    """Write a rank's file from the staged bytes of its shards. It gets its final name only when all of it is on disk, so a file
+    with that name is complete. `progress` is called with the bytes of every block."""
     begins = [0, *accumulate(shard.values.nbytes for shard in shards)]
     data = staged.numpy().data
     draft.mkdir(parents=True, exist_ok=True)
@@ -62,14 +62,14 @@ def _writing(draft: Path, rank: int) -> Path:
 
 
 def _shards_header(shards: Sequence[LocalShard], sums: Sequence[int]) -> bytes:
-    """Equally long whatever the checksums."""
+    """The header of a rank's file; its length does not depend on the checksums."""
     boxes = {s.name: dict(shape=s.shape, offset=s.offset, crc32=f"{c:08x}") for s, c in zip(shards, sums, strict=True)}
     tensors = [(s.name, s.values.dtype, tuple(s.values.shape)) for s in shards]
     return _header(tensors, {"shards": json.dumps(boxes, separators=(",", ":"))})
 
 
 def _header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
-    # Some readers, transformers 4 among them, refuse a file that does not say which library's layout it has.
+    # Some readers, transformers 4 among them, refuse a file whose metadata has no `format`.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}
     offset = 0
     for name, dtype, shape in tensors:
@@ -81,7 +81,7 @@ def _header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadat
 
 
 def _write(handle: int, data: memoryview, progress: Progress) -> None:
-    """Write, and flush to the disk in parallel: flushed only at the end, the disk would be idle until then."""
+    """Write and flush to disk in parallel: with a single flush at the end, the disk would be idle until then."""
     flushing: Future[None] | None = None
     with ThreadPoolExecutor(1, "flush") as beside:
         done, sent = 0, 0
@@ -95,12 +95,12 @@ def _write(handle: int, data: memoryview, progress: Progress) -> None:
             if done - sent >= FLUSH and (flushing is None or flushing.done()):
                 flushing, sent = beside.submit(os.fdatasync, handle), done
     if flushing is not None:
-        flushing.result()  # an error of the disk is reported once, and may have been reported there
+        flushing.result()  # a disk error is reported only once, perhaps to this flush
         progress(1)
 
 
 def failure_file(rank: int) -> str:
-    """Where a rank records why it could not write its shards."""
+    """The file in which a rank records why it could not write its shards."""
     return f"rank-{rank:05d}.failed"
 
 
@@ -116,8 +116,8 @@ def report_failure(draft: Path, rank: int, reason: str) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written: what it is, known beforehand, and its data, generated when it is written, as consecutive chunks along
-    the first dimension. A chunk of another dtype is cast."""
+    """A tensor to write: its name, dtype and shape, known beforehand, and its data, generated on writing as consecutive chunks
+    along the first dimension. A chunk of another dtype is cast."""
 
     name: str
     dtype: torch.dtype
@@ -159,7 +159,7 @@ def write_weights(
 
 
 def _write_file(file: Path, entries: list[Entry], progress: Callable[[int], None]) -> None:
-    # Long dtypes first: the format allows no gaps, so this order keeps every tensor aligned to its itemsize.
+    # Wide dtypes first: the format allows no gaps, so this order keeps every tensor aligned to its itemsize.
     entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     with open(file, "wb") as f:
         f.write(_header([(entry.name, entry.dtype, entry.shape) for entry in entries], {}))

@@ -1,6 +1,6 @@
-"""`shardwise completion`: the shell asks this verb what may follow, so that it knows every verb, option, key, preset and chip.
+"""`shardwise completion`: the shell asks this verb for completions, so that it knows every verb, option, key, preset and chip.
 
-eval "$(shardwise completion bash)"        # in ~/.bashrc; zsh alike
+eval "$(shardwise completion bash)"        # in ~/.bashrc; the same with zsh
 shardwise completion fish | source         # in ~/.config/fish/config.fish
 """
 
@@ -43,19 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print the script, or what may follow."""
+    """Print the script, or the completions of a line."""
     if args.line is None:
         print(SCRIPTS[args.shell], end="")
         return 0
     typed = args.line.split(" ")
-    # Bash takes what stands before an equals sign for a word of its own.
+    # Bash treats the text before an equals sign as a separate word.
     cut = typed[-1].rpartition("=")[0] + "=" if args.shell == "bash" and "=" in typed[-1] else ""
     print("\n".join(word.removeprefix(cut) for word in candidates(typed)))
     return 0
 
 
 def candidates(words: list[str]) -> list[str]:
-    """What the last of some words may become."""
+    """The completions of the last word."""
     from shardwise.cli.main import VERBS
 
     last = words[-1]
@@ -78,7 +78,7 @@ def _parser(module: str) -> argparse.ArgumentParser:
 
 
 def _options(module: str) -> list[str]:
-    """The options of a verb; keys too, where it takes a run."""
+    """The options of a verb, and the keys of a run if it takes one."""
     parser = _parser(module)
     actions = parser._actions
     found = [word for action in actions for word in action.option_strings if word.startswith("--")]
@@ -88,14 +88,14 @@ def _options(module: str) -> list[str]:
 
 
 def _choices(module: str) -> list[str]:
-    """Words that a verb's positional arguments may be; files are the shell's own."""
+    """The choices of a verb's positional arguments; the shell completes files itself."""
     return [
         str(word) for action in _parser(module)._actions if not action.option_strings for word in action.choices or ()
     ]
 
 
 def _values(key: str) -> list[str]:
-    """What a key may be, where that is a list of words."""
+    """The values of a key, if it has a fixed list of words."""
     if key == "layout":
         return ["auto"]
     if key == "model.preset":

@@ -1,4 +1,4 @@
-"""`shardwise config`: the resolved run, the schema of all keys, or the chips and presets that a run may name."""
+"""`shardwise config`: prints the resolved run, the schema of all keys, or the chips and presets that a run may name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Print what was asked for."""
+    """Print the requested listing."""
     if args.schema:
         print(json.dumps(schema(), indent=1) if args.json else _schema_text())
         return 0
@@ -76,7 +76,7 @@ def chips() -> list[dict[str, Any]]:
 
 
 def presets() -> list[dict[str, Any]]:
-    """Every preset: its parameters, its resolved `[model]`, and the keys of `[train]` that it is planned with."""
+    """Every preset: its parameters, its resolved `[model]`, and the keys of `[train]` used to plan it."""
     from shardwise.plan.cost.flops import parameters
 
     found = []
@@ -89,7 +89,7 @@ def presets() -> list[dict[str, Any]]:
 
 
 def chip_lines() -> list[str]:
-    """The chips, a line each, and the other spellings of their names."""
+    """The chips, one per line, and the aliases of their names."""
     from shardwise.report import words
 
     rows = [["chip", "16 bits", "fp8", "GiB", "memory", "inside", "between", "devices", "$/h"]]
@@ -103,7 +103,7 @@ def chip_lines() -> list[str]:
 
 
 def preset_lines() -> list[str]:
-    """The presets, a line each."""
+    """The presets, one per line."""
     from shardwise.report import words
 
     rows = [["preset", "size", "active", "layers", "hidden", "heads", "experts", "sequence", "batch"]]

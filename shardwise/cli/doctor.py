@@ -1,4 +1,5 @@
-"""`shardwise doctor`: what is installed and works here, what will fail, and how to fix it; of this machine, or of a run on it."""
+"""`shardwise doctor`: checks what is installed and works here, what will fail, and how to fix it, for this machine or a run on
+it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Look, and say."""
+    """Run the checks and print the findings."""
     from shardwise import __version__
     from shardwise.cli.machinery.versions import package_versions, torch_built_for
     from shardwise.measure.doctor import as_json, examine
@@ -42,7 +43,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _of_run(args: argparse.Namespace, has_torch: bool) -> list[Finding]:
-    """Whether a run is right, fits the memory, and can start on what is here."""
+    """Check whether a run is valid, fits in memory, and can start on this machine."""
     from shardwise.hardware.chips import unknown_chip
     from shardwise.measure.doctor import Finding
     from shardwise.plan.plan import plan

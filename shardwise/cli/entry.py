@@ -1,4 +1,4 @@
-"""Where the `shardwise` command begins. Signals come first, everything else is imported after that."""
+"""The entry point of the `shardwise` command. Signals come first, everything else is imported after that."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardwise.train.faults.stop import end_at_once, ignore_signals
 
 
 def hide_deprecations() -> None:
-    """Keep PyTorch's warnings of what it will change from users, who can do nothing about them. For the command and its ranks
-    alone; `PYTHONWARNINGS` or `-W` shows them."""
+    """Hide PyTorch's deprecation warnings, about which users can do nothing. This applies only to the command and its ranks;
+    `PYTHONWARNINGS` or `-W` shows them."""
     if sys.warnoptions:
         return
     for category, message in (
@@ -23,7 +23,7 @@ def hide_deprecations() -> None:
         (DeprecationWarning, ""),
     ):
         warnings.filterwarnings("ignore", message, category, module=r"torch(\.|$)")
-    # Some are counted to the caller's module.
+    # Some are attributed to the caller's module.
     warnings.filterwarnings("ignore", r"(?is).*\btorch\b.*deprecat", FutureWarning)
     warnings.filterwarnings("ignore", r"(?is).*\btorch\b.*deprecat", UserWarning)
 
@@ -40,7 +40,7 @@ def entry() -> NoReturn:
     from shardwise.cli.main import main
 
     register()
-    for stream in (sys.stdout, sys.stderr):  # replace letters that the terminal cannot show
+    for stream in (sys.stdout, sys.stderr):  # replace characters that the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=NAME)
     if not trains:
@@ -49,8 +49,8 @@ def entry() -> NoReturn:
     if trains:
         ignore_signals()
     if sys.argv[1:2] in (["plan"], ["serve"]):
-        # Freeing a search's records one by one takes a seventh of its time, and a plan has nothing else to clean up. Of a server,
-        # Triton's bindings would list everything that is left of them.
+        # Freeing a search's records one by one takes a seventh of its time, and a plan has nothing else to clean up.
+        # At the end of a server, Triton's bindings would list every object of theirs that is still alive.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

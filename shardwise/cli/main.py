@@ -1,7 +1,7 @@
-"""The `shardwise` command: finds the verb, lets its file do the work, and prints a user's mistake as a sentence.
+"""The `shardwise` command: finds the verb, runs its module, and prints a user's mistake as a sentence.
 
-Each verb is a file with `HELP`, `add_arguments` and `execute`; only the chosen one is imported, so that help and errors
-answer at once. `--section.key=value` anywhere on the line overrides the run, for every verb that takes one.
+Each verb is a module with `HELP`, `add_arguments` and `execute`; only the chosen one is imported, so that help and errors
+appear at once. `--section.key=value` anywhere on the line overrides the run, for every verb that takes one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from shardwise.run.problems import EXTRA_OF, UserError, install, nearest
 
-# Verb to (module, what it does). The texts are here so that `--help` imports nothing.
+# Verb to (module, description). The descriptions are here so that `--help` imports nothing.
 VERBS: dict[str, tuple[str, str]] = {
     "plan": ("shardwise.cli.planning.plan", "predict memory, speed and cost of a run; find its best layout"),
     "workbench": ("shardwise.cli.planning.workbench", "change a run on a page and see its plan at once"),
@@ -69,7 +69,7 @@ _OVERRIDE = re.compile(r"--([A-Za-z_]\w*\.\w+|name|layout)(=.*)?", re.DOTALL)
 
 
 def overview() -> str:
-    """What `shardwise --help` prints."""
+    """The output of `shardwise --help`."""
     width = max(map(len, VERBS))
     lines = [f"  {verb:<{width}}  {what}" for verb, (_, what) in VERBS.items()]
     return "\n".join(
@@ -104,7 +104,7 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument errors are user errors like any other."""
+    """Raises argument errors as user errors, like any other."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")

@@ -1,5 +1,5 @@
-"""Token sets to batches. A sample is a window of consecutive tokens, with documents packed; or, of conversations, a row of whole
-documents that do not see each other, of which only some tokens are learned (`pack.py`). Which one sample i is follows from (seed,
+"""Token sets to batches. A sample is a window of consecutive tokens, with documents packed; for conversations, it is a row of
+whole documents that do not attend to each other and of which only some tokens are learned (`pack.py`). Sample i depends on (seed,
 i) alone, so any number of ranks and any batch size draw the same samples."""
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Batch:
     targets: NDArray[np.int64]  # [rows, length], IGNORE_INDEX where there is no loss
     positions: NDArray[np.int64] | None = None  # [rows, length], from 0 in each document
     documents: NDArray[np.int32] | None = None  # [rows, length], 0, 1, … in each row
-    labels: NDArray[np.int8] | None = None  # [rows, length], of each token's document: 1 desirable, 0 not
-    sums: NDArray[np.int64] | None = None  # [rows, length], documents that are not kept apart otherwise
+    labels: NDArray[np.int8] | None = None  # [rows, length], of the token's document: 1 desirable, 0 not
+    sums: NDArray[np.int64] | None = None  # [rows, length], documents where `documents` is None
 
-    margins: NDArray[np.float32] | None = None  # [rows, length], by how much the pair of each token's document differs
-    reference: NDArray[np.floating[Any]] | None = None  # [rows, length], what a reference said of the targets
-    teacher_tokens: NDArray[np.int64] | None = None  # [rows, length, k], the likeliest that a teacher would say
+    margins: NDArray[np.float32] | None = None  # [rows, length], the margin of the token's pair
+    reference: NDArray[np.floating[Any]] | None = None  # [rows, length], reference log-probabilities
+    teacher_tokens: NDArray[np.int64] | None = None  # [rows, length, k], a teacher's k likeliest tokens
     teacher_logprobs: NDArray[np.floating[Any]] | None = None
-    step_tokens: int | None = None  # of the whole step, over all ranks, that are no padding; None: none is
+    step_tokens: int | None = None  # non-padding tokens of the step over all ranks; None: no padding
 
     @property
     def slots(self) -> NDArray[np.int64]:
-        """Of each token the document of its row, to which what an objective adds up belongs."""
+        """The document of each token within its row, by which an objective sums."""
         own = self.documents if self.sums is None else self.sums
         return np.zeros_like(self.tokens) if own is None else own.astype(np.int64)
 
@@ -61,10 +61,10 @@ class Windows:
 
 
 class Stored(Protocol):
-    """What was said of the tokens of a set beforehand (`scores.py`)."""
+    """Precomputed scores of the tokens of a set (`scores.py`)."""
 
     def fill(self, places: NDArray[np.int64], logprobs: NDArray[Any], tokens: NDArray[Any] | None) -> None:
-        """Write what was said at these tokens of the set into arrays [places, k]; -1: at none."""
+        """Copy the scores of the set's tokens at indices `places` into arrays [places, k]; -1 is skipped."""
 
 
 def windows_in(tokens: int, length: int) -> int:
@@ -75,10 +75,10 @@ def windows_in(tokens: int, length: int) -> int:
 class Samples:
     """Samples numbered 0, 1, 2, … without end; each `count` of them are one epoch.
 
-    Shuffled, an epoch without weights visits every window of every set once, in an order of its own. With weights, sets are
-    drawn by their share and each set has its own epochs. Not shuffled, windows come in order, round-robin over the sets, so
-    that the first few samples represent all of them. With what is `stored` of each part, batches have it: `asked` tokens of a
-    teacher, or the log-probabilities of a reference.
+    Shuffled, an epoch without weights visits every window of every set once, in its own order. With weights, sets are drawn by
+    their share and each set has its own epochs. Not shuffled, windows come in order, round-robin over the sets, so that the first
+    few samples represent all of them. With the `stored` scores of each part, batches include them: the `asked` likeliest tokens of
+    a teacher, or the log-probabilities of a reference.
     """
 
     def __init__(
@@ -149,12 +149,12 @@ class Samples:
 
     @staticmethod
     def _fill_margins(part: Packs, number: int, documents: NDArray[np.int32], margins: NDArray[np.float32]) -> None:
-        """Write the margins of a row's documents, of which the last is what is left over."""
+        """Write the margins of a row's documents; the last document is padding, with margin 0."""
         own = part.documents[int(part.ends[number - 1]) if number else 0 : int(part.ends[number])]
         margins[:] = np.append(part.tokens.margins[own], np.float32(0))[documents]
 
     def _told(self, chosen: NDArray[np.int64], window: NDArray[np.int64]) -> dict[str, Any]:
-        """What is stored of the targets of some rows."""
+        """The stored scores of the targets of some rows."""
         shape = (len(chosen), self.length, self.asked or 1)
         logprobs, tokens = np.zeros(shape), np.zeros(shape, np.int64) if self.asked else None
         for row, (part, number) in enumerate(zip(chosen.tolist(), window.tolist(), strict=True)):
@@ -196,7 +196,7 @@ class Samples:
 
 
 def target_places(part: Windows | Packs, number: int, length: int) -> NDArray[np.int64]:
-    """Which token of its set is the target of each place of a row, learned or not; -1 where none is."""
+    """For each position of a row, the index in the set of its target token, learned or not; -1 where there is none."""
     if isinstance(part, Windows):
         start = (part.first + number) * length
         return np.arange(start + 1, start + length + 1)
@@ -218,7 +218,7 @@ def fill(
     documents: NDArray[np.int32],
     labels: NDArray[np.int8] | None,
 ) -> None:
-    """Write a row of packed documents into arrays of its length. What is left over is one document more, with nothing to learn."""
+    """Write a row of packed documents into arrays of its length. The padding is one more document, without targets."""
     source = packs.tokens
     at, begin = 0, int(packs.ends[number - 1]) if number else 0
     span = slice(begin, int(packs.ends[number]))

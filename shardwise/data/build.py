@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a build is, in bytes of input, whose total is known from the start."""
+    """The progress of a build, in bytes of input, whose total is known from the start."""
 
     total: int
-    before: int  # bytes that an earlier, interrupted build had done
+    before: int  # bytes done by an earlier, interrupted build
     done: int
     tokens: int  # made by this build
     seconds: float
@@ -45,7 +45,7 @@ class Summary:
     index: Index
     seconds: float
     units: int
-    resumed: int  # units an earlier, interrupted build had done
+    resumed: int  # units done by an earlier, interrupted build
     already: bool  # the set was finished before, and nothing was done
 
 
@@ -64,8 +64,8 @@ def build(
     source: Sequence[str] = (),
 ) -> Summary:
     """Turn text, JSONL and Parquet files, or folders of them, into a token set in the folder `out`. 0 workers: one for each core.
-    Run again after an interruption, it resumes. With `chat`, rows are conversations, of which some tokens are learned.
-    `source` is what the set names as its origin instead of the inputs."""
+    Run again after an interruption, it resumes. With `chat`, rows are conversations, and only some of their tokens are learned.
+    The set records `source` as its origin instead of the inputs."""
     begun = time.monotonic()
     folder = Path(out)
     job = _job(inputs, folder / WORK, tokenizer, end, field if chat is None else None, workers, shard_tokens)
@@ -111,7 +111,7 @@ def _job(
     workers: int,
     shard_tokens: int,
 ) -> Job:
-    """Everything checked before work starts, so that all mistakes are reported at once."""
+    """Check everything before work starts, so that all mistakes are reported at once."""
     problems: list[Problem] = []
     loaded, found = None, []
     if workers < 0:
@@ -142,7 +142,7 @@ def cores() -> int:
 
 @contextlib.contextmanager
 def _one_thread_a_process() -> Iterator[None]:
-    """Switch off the threads of the tokenizers library, which has only this variable for it. Workers inherit it."""
+    """Switch off the threads of the tokenizers library, which only this environment variable can do. Workers inherit it."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

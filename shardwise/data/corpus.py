@@ -47,7 +47,7 @@ def corpus_texts() -> dict[str, str]:
 def _topics() -> Iterator[tuple[str, str]]:
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions package it apart
+    except ImportError:  # some distributions package it separately
         return
     for name, text in topics.items():
         yield f"topic/{name}", text
@@ -139,7 +139,7 @@ def _cached(folder: Path, texts: dict[str, str]) -> Path:
         try:
             os.rename(draft, folder)
         except OSError:
-            # Another process was faster; what it made is the same.
+            # Another process was faster; its result is the same.
             if not _whole(folder):
                 raise
     finally:

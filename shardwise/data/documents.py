@@ -1,6 +1,6 @@
-"""Reads the documents of a chunk of input one by one; the whole chunk is never in memory. A text file is one document, split
-at line ends into parts that fit in memory; JSONL has a document a line, Parquet one a row. What cannot be read is reported
-with its file and line."""
+"""Reads the documents of a chunk of input one by one; the whole chunk is never in memory. A text file is one document, split at
+line ends into parts that fit in memory; JSONL has one document per line, Parquet one per row. Unreadable documents are reported
+with their file and line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Part:
 
 
 class Reader:
-    """The documents of one chunk; problems are collected, and raised at the end or when there are many."""
+    """Iterates over the documents of one chunk; problems are collected, and raised at the end or when there are many."""
 
     def __init__(self, file: Input, chunk: Chunk, field: str) -> None:
         self.file = file
@@ -60,7 +60,7 @@ class Reader:
         return open(self.file.path, "rb", buffering=TEXT_PART)
 
     def _consumed(self, source: Any, at: int) -> int:
-        """Bytes of the file read since the last call; of a gzip file, compressed bytes."""
+        """Bytes of the file read since the last call; for a gzip file, compressed bytes."""
         position = source.fileobj.tell() if self.file.zipped else at
         before, self._reported = self._reported, max(self._reported, position)
         return self._reported - before
@@ -107,7 +107,7 @@ class Reader:
             self.refuse(at + start + e.start, "is not UTF-8 text")
 
     def each_line(self) -> Iterator[tuple[bytes, int, int]]:
-        """Every line of the chunk: it, where it stands, and what has been consumed with it."""
+        """Every line of the chunk, with its byte offset and the bytes of input consumed since the last line."""
         with self._open() as source:
             at = to_line_start(source, self.chunk.start)
             source.seek(at)
@@ -187,7 +187,7 @@ def to_line_start(source: IO[bytes], offset: int) -> int:
 
 def _text_edge(source: IO[bytes], offset: int) -> int:
     """Where to split a text at or after an offset: at a line end if one is near, else at a space, else between characters. Two
-    neighbouring chunks find the same offset, and neither reads far for it."""
+    neighbouring chunks find the same offset, and neither reads far to find it."""
     if offset == 0:
         return 0
     source.seek(offset - 1)
@@ -224,6 +224,6 @@ def _line_number(source: IO[bytes], offset: int) -> int:
 
 
 def name_of(value: Any) -> str:
-    """What a value of JSON is called."""
+    """The name of a JSON value's type, for messages."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")

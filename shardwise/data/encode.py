@@ -1,8 +1,8 @@
-"""Units of work: read a unit's documents, tokenise them in batches, and write its tokens and document ends to the work folder.
-The record of their counts is renamed into place last, and marks the unit as done.
+"""Units of work: read a unit's documents, tokenise them in batches, and write its tokens and document ends to the work folder. The
+record of their counts is renamed into place last, and marks the unit as done.
 
-Units run in this process or in parallel in several. A worker gets the job once and then only unit numbers; each uses one
-thread of the tokenizers library, so that as many cores are busy as there are workers.
+Units run in this process or in parallel in several. A worker gets the job once and then only unit numbers; each uses one thread of
+the tokenizers library, so that each worker keeps one core busy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BATCH = 2**19
 _MOST_SHOWN = 20
 
 Report = Callable[[int, int], None]
-"""Called with bytes of input and tokens."""
+"""Called with a number of input bytes and of tokens."""
 Finished = Callable[["Unit", "UnitResult"], None]
 
 
@@ -55,7 +55,7 @@ class UnitResult:
 
 
 class UnitFiles:
-    """The files of a unit in the work folder; from the mask on, those of conversations."""
+    """The files of a unit in the work folder; those from `mask` on exist for conversations only."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self.tokens = folder / f"{number:06d}.tokens"
@@ -88,15 +88,15 @@ class Job:
 
     @property
     def kind(self) -> str:
-        """Of the set that is made."""
+        """The kind of the resulting set."""
         return "text"
 
     def settings(self) -> dict[str, Any]:
-        """What else decides the result of a build."""
+        """Further settings that determine the result of a build."""
         return {}
 
     def encode(self, unit: Unit, report: Report) -> UnitResult:
-        """Tokenise one unit. `report(bytes, tokens)` is called with what was done since the last call."""
+        """Tokenise one unit. `report(bytes, tokens)` is called with the progress since the last call."""
         files = UnitFiles(self.folder, unit.number)
         total = sum(chunk.bytes for chunk in unit.chunks)
         reported = 0
@@ -167,7 +167,7 @@ class _Batches:
             self.flush()
 
     def drop(self) -> None:
-        """Drop what was collected: the unit has failed."""
+        """Drop the collected parts: they are written, or the unit has failed."""
         self._parts, self._characters, self._consumed = [], 0, 0
 
     def flush(self) -> None:
@@ -177,7 +177,7 @@ class _Batches:
             before = self.tokens
             arrays: list[NDArray[Any]] = []
             for part, ids in zip(self._parts, self._encode(texts), strict=True):
-                # A tokenizer that normalises may leave nothing of a text.
+                # A tokenizer that normalises may return no tokens for a text.
                 if part.first and part.last and not len(ids):
                     self.skipped += 1
                     continue
@@ -270,7 +270,7 @@ def _run_pool(job: Job, todo: Sequence[Unit], workers: int, before: int, progres
         raise UserError(*problems[:_MOST_SHOWN])
 
 
-# What a worker process gets once, when it starts: the job, and the counters it shares with its parent.
+# A worker process gets these once, when it starts: the job, and the counters it shares with its parent.
 _worker: list[Any] = []
 
 
@@ -301,5 +301,5 @@ def _encode(unit: Unit) -> UnitResult | list[Problem]:
     try:
         return job.encode(unit, report)
     except UserError as e:
-        # As plain values: an exception loses its parts on the way to another process.
+        # As plain values: pickling an exception to another process loses its attributes.
         return e.problems

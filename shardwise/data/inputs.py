@@ -23,7 +23,7 @@ _SMALLEST, _LARGEST = 2**18, 2**26
 
 @dataclass(frozen=True)
 class Input:
-    """One file. `row_groups` has, for Parquet, the bytes of each row group."""
+    """One file. For Parquet, `row_groups` has the bytes of each row group."""
 
     path: str
     kind: str  # "text", "jsonl" or "parquet"
@@ -63,8 +63,8 @@ def kind_of(path: Path) -> tuple[str, bool] | None:
 
 
 def find_inputs(names: Sequence[str | Path], field: str | None) -> list[Input]:
-    """The files behind the names, in the order given; those of a folder sorted, hidden ones left out. Without a `field` whole rows
-    are wanted: of JSONL or Parquet, with whatever columns."""
+    """The files behind the names, in the order given; files of a folder are sorted, hidden ones left out. Without a `field`, whole
+    rows are read from JSONL or Parquet, with any columns."""
     problems: list[Problem] = []
     found: dict[str, Input] = {}
     for name in names:
@@ -173,7 +173,7 @@ def import_parquet(where: str) -> tuple[Any, Any]:
 
 
 def unit_bytes(inputs: Sequence[Input]) -> int:
-    """The size of a unit of work, by the size of all inputs."""
+    """The size of a unit of work, from the total size of the inputs."""
     return min(max(sum(i.bytes for i in inputs) // _UNITS, _SMALLEST), _LARGEST)
 
 
@@ -197,7 +197,7 @@ def split_into_units(inputs: Sequence[Input]) -> list[Unit]:
 def _chunks(inputs: Sequence[Input], size: int) -> Iterator[Chunk]:
     for number, file in enumerate(inputs):
         if file.kind == "parquet":
-            # The groups' sizes are uncompressed; scaled, they add up to the file's, as the progress bar needs.
+            # Row-group sizes are uncompressed; the progress bar needs them scaled to add up to the file size.
             total = max(sum(file.row_groups), 1)
             for group, group_bytes in enumerate(file.row_groups):
                 yield Chunk(number, group, group + 1, group_bytes * file.bytes // total)

@@ -1,4 +1,4 @@
-"""Joins what workers made of units of input into shards, in the order of the inputs, as soon as it is ready."""
+"""Joins the workers' outputs of units into shards, in the order of the inputs, as soon as they are ready."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Joiner:
 
     def _find_done(self) -> None:
         itemsize = DTYPES[self.writer.dtype].itemsize
-        behind = 0  # tokens before a unit, as long as every unit before it is done
+        behind = 0  # tokens in earlier units while all of them are done, else -1
         for unit in self.units:
             files = UnitFiles(self.job.folder, unit.number)
             done = files.done()
@@ -107,7 +107,7 @@ class Joiner:
         )
 
     def _nothing(self, source: Sequence[str]) -> list[Problem]:
-        """Why there is no set."""
+        """The problems that leave the set empty."""
         if not self.writer.marked:
             return [Problem(f"there is not a single token in {', '.join(source)}; every document is empty")]
         rows = islice(self._skipped(), _MOST_NAMED)
@@ -115,7 +115,7 @@ class Joiner:
         return [Problem(f"there is not a single usable row in {', '.join(source)}"), *named]
 
     def _files(self) -> dict[str, Iterable[bytes]]:
-        """What else the documents of conversations have, by file, unit after unit."""
+        """The other per-document files of a set of conversations, each joined from its units."""
         of_unit = {PROMPTS: "prompts", LABELS: "labels", MARGINS: "margins", ROWS: "rows"}
         names = [*FILES_OF_KIND[self.job.kind], *((ROWS,) if self.job.kind == "prompts" else ())]
         names += [MARGINS] if self._has_margins() else []
@@ -125,7 +125,7 @@ class Joiner:
         return {**found, SKIPPED: self._skipped()}
 
     def _has_margins(self) -> bool:
-        """Whether any pair says by how much it is better."""
+        """Whether any pair has a margin."""
         return any(record.margins for record in self.done.values())
 
     def _of_units(self) -> Iterator[tuple[Unit, UnitFiles]]:
@@ -151,7 +151,7 @@ class Joiner:
             offset += self.done[unit.number].row_bytes
 
     def _skipped(self) -> Iterator[bytes]:
-        """Rows that were left out, with the line of their file: units count lines of their chunks alone."""
+        """Rows that were left out, with their line in the file: units count lines within their own chunks only."""
         before = [0] * len(self.job.inputs)
         for unit, files in self._of_units():
             first = {}

@@ -1,7 +1,8 @@
-"""Prompts with the answers of others: what a model says of these tells how far it has strayed from a reference, whatever the data.
+"""Pairs prompts with other prompts' answers: the log-probabilities of such answers show how far a model has moved from a reference
+in general, independent of the data.
 
-In each row of packed documents the answers move on by one: the first prompt gets the second answer, the last the first. So a row
-stays as long as it is, and depends on nothing but itself.
+In each row of packed documents the answers shift by one: the first prompt gets the second answer, the last prompt the first. So a
+row keeps its length, and depends on nothing but itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Row = NDArray[np.int64]
 
 
 def mismatched(batch: Batch) -> Batch:
-    """A batch with the answers of its rows moved on; a row with fewer than two has nothing to learn."""
+    """A batch with the answers of each row shifted by one; a row with fewer than two answers has no targets."""
     tokens, targets = np.zeros_like(batch.tokens), np.full_like(batch.targets, IGNORE_INDEX)
     positions, documents = np.zeros_like(batch.tokens), np.zeros_like(batch.tokens)
     slots = batch.slots
@@ -35,7 +36,7 @@ def mismatched(batch: Batch) -> Batch:
             positions[row, place], documents[row, place] = np.arange(place.stop - at), n
             at = place.stop
         positions[row, at:], documents[row, at:] = np.arange(tokens.shape[1] - at), len(found)
-    if batch.documents is None:  # attention sees whole rows
+    if batch.documents is None:  # attention sees the whole row
         return Batch(tokens, targets, sums=documents)
     return replace(
         batch, tokens=tokens, targets=targets, positions=positions, documents=documents.astype(np.int32), labels=None
@@ -43,7 +44,7 @@ def mismatched(batch: Batch) -> Batch:
 
 
 def _answers(targets: Row, slots: Row) -> list[tuple[int, int, int]]:
-    """Of each document of a row with something to learn: where it begins, its first place with a target, and where it ends."""
+    """For each document of a row with a target: its start, its first position with a target, and its end."""
     edges = np.flatnonzero(np.diff(slots, prepend=-1)).tolist()
     found = []
     for start, stop in zip(edges, [*edges[1:], len(slots)], strict=True):

@@ -32,7 +32,7 @@ class Data:
 
 
 def open_data(run: Run) -> Data:
-    """The data a run names; everything that is wrong with it is reported at once."""
+    """Open the data a run names; all problems are reported at once."""
     data, length = run.data, run.train.seq_len
     problems: list[Problem] = []
     if data.sets:
@@ -92,7 +92,7 @@ def open_data(run: Run) -> Data:
 
 
 def rows_to_score(run: Run) -> list[tuple[TokenSet, Samples]]:
-    """Every set of a run with all its rows in order, for what a frozen network says of them."""
+    """Every set of a run with all its rows in order, for a frozen network to score."""
     data, problems = run.data, list[Problem]()
     sets = [
         _open_all(named, key, problems)
@@ -112,18 +112,18 @@ def rows_to_score(run: Run) -> list[tuple[TokenSet, Samples]]:
 
 @dataclass(frozen=True)
 class PromptData:
-    """The prompts of a run whose answers are made as it goes."""
+    """The prompts of a run that generates its answers during training."""
 
     train: Prompts
     validation: Prompts
     tokenizer: Tokenizer
     fingerprint: str
     too_long: int
-    """Prompts left out because no answer would fit behind them."""
+    """Prompts left out because no answer would fit after them."""
 
 
 def open_prompts(run: Run) -> PromptData:
-    """The prompts that a run names, without those that leave no room for an answer; everything wrong with them at once."""
+    """Open the prompts a run names, without those that leave no room for an answer; all problems are reported at once."""
     data, most = run.data, run.train.seq_len - run.objective.completion_tokens
     problems: list[Problem] = []
     if not data.sets:
@@ -172,7 +172,7 @@ def open_prompts(run: Run) -> PromptData:
 
 
 def _split(tokens: TokenSet, length: int, holdout: float, whole: bool) -> tuple[Windows | Packs, Windows | Packs]:
-    """A set's rows to learn, and those held out: the end of a text, the last documents of conversations."""
+    """A set's training rows and its held-out rows: the last windows of a text, the last documents of conversations."""
     if tokens.index.kind in ("text", "prompts"):
         count = windows_in(tokens.tokens, length)
         reserved = max(round(count * holdout), 1) if holdout else 0

@@ -30,7 +30,7 @@ def mix64(x: Words) -> Words:
 
 
 def key_of(*parts: ArrayLike) -> Words:
-    """One 64-bit key from several integers (or arrays of them); a change of any of them gives an unrelated key."""
+    """One 64-bit key from several integers (or arrays of them); changing any of them yields an unrelated key."""
     key: Words = np.zeros(1, dtype=np.uint64)
     for part in parts:
         words = np.atleast_1d(np.asarray(part)).astype(np.uint64)
@@ -39,13 +39,11 @@ def key_of(*parts: ArrayLike) -> Words:
 
 
 def permute(index: ArrayLike, n: int, key: ArrayLike) -> Ints:
-    """Where each of `index` goes in the permutation of [0, n) that `key` names. `key` may be an array as long
-    as `index`.
+    """The image of each `index` under the permutation of [0, n) that `key` selects. `key` may be an array as long as `index`.
 
-    A Feistel network (Luby and Rackoff 1988) permutes the smallest power of two that holds n: each round
-    changes one half of the bits by a hash of the other half, which can always be undone. A result of n or
-    more is sent through again until it falls below n (cycle walking, Black and Rogaway 2002), fewer than two
-    passes on average.
+    A Feistel network (Luby and Rackoff 1988) permutes the smallest power of two that holds n: each round changes one half of the
+    bits by a hash of the other half, which can always be undone. A result of n or more is sent through again until it falls below
+    n (cycle walking, Black and Rogaway 2002), fewer than two passes on average.
     """
     start = np.asarray(index, dtype=np.int64)
     if n < 1 or n > 2**62:
@@ -76,7 +74,7 @@ def permute(index: ArrayLike, n: int, key: ArrayLike) -> Ints:
 
 def quotas(weights: Sequence[float]) -> Ints:
     """Samples of each set in a block: its share of BLOCK, rounded by largest remainder, so that they add up exactly. A set with
-    any weight gives at least one, or it would never be used."""
+    positive weight gets at least one, or it would never be used."""
     exact = [Fraction(w) for w in weights]
     total = sum(exact)
     if total <= 0 or min(exact) < 0 or sum(w > 0 for w in exact) > BLOCK:

@@ -1,11 +1,12 @@
-"""Documents into rows: best fit, longest first, so that none is cut that fits and little of a row is left over.
+"""Packs documents into rows: best fit, longest first, so that no document that fits is cut and rows have little padding.
 
-Best-fit-decreasing puts each document where it leaves least room (Ding et al. 2024 pack pretraining data so). Lengths are small
-numbers, so documents of one length and rows with the same room are moved together: a million documents take a second or two, and
-what is kept is a number for each. The last token of a document is only ever a target, so n tokens take n - 1 places.
+Best-fit-decreasing puts each document into the row where it leaves least room (Ding et al. 2024 pack pretraining data this way).
+Lengths are small integers, so documents of one length and rows with the same room are handled together: a million documents take a
+second or two, and the result stores one number per document. The last token of a document is only ever a target, so n tokens take
+n - 1 positions.
 
-What is longer than a row loses its end. Of a pair that does not fit, the longer answer is cut first, and each keeps half a row at
-least. Documents that then have nothing left to learn are left out.
+A document longer than a row loses its end. If a pair does not fit, the longer document is cut first, and each keeps at least half
+a row. Documents that then have no token left to learn are left out.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ Ints = NDArray[np.int64]
 
 
 def best_fit(sizes: Ints, length: int) -> tuple[Ints, Ints]:
-    """Items of sizes 1 to `length` into rows of that length: the items in the order of their rows, and where each row ends in that
-    order. Rows come in the order of their first item."""
+    """Pack items of sizes 1 to `length` into rows of that length. Returns the items in the order of their rows, and where each row
+    ends in that order. Rows are sorted by their first item."""
     rows = np.empty(len(sizes), dtype=np.int64)
     order = np.argsort(-sizes, kind="stable")
-    with_room: list[list[Ints]] = [[] for _ in range(length + 1)]  # rows by the places that are left in them
+    with_room: list[list[Ints]] = [[] for _ in range(length + 1)]  # rows by their free positions
     open_rooms = np.zeros(length + 1, dtype=bool)
     made = 0
     groups, starts = np.unique(-sizes[order], return_index=True)
@@ -41,7 +42,7 @@ def best_fit(sizes: Ints, length: int) -> tuple[Ints, Ints]:
                 room = length
                 count = -(-(stop - at) // (length // size))
                 free, made = np.arange(made, made + count), made + count
-            each = room // size  # a row takes as many as fit before the next is looked at
+            each = room // size  # a row takes as many items as fit before the next row is used
             used = free[: -(-(stop - at) // each)]
             if len(used) < len(free):
                 with_room[room].append(free[len(used) :])
@@ -57,7 +58,7 @@ def best_fit(sizes: Ints, length: int) -> tuple[Ints, Ints]:
                 if len(some) and left:
                     with_room[left].append(some)
                     open_rooms[left] = True
-    # Rows by the first item in them, so that their order says nothing of lengths.
+    # Sort rows by their first item, so that their order does not depend on lengths.
     first = np.full(made, len(sizes), dtype=np.int64)
     np.minimum.at(first, rows, np.arange(len(sizes)))
     rank = np.empty(made, dtype=np.int64)
@@ -68,19 +69,19 @@ def best_fit(sizes: Ints, length: int) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True)
 class Packs:
-    """Rows of some documents of a set. Row n holds `documents[ends[n - 1] : ends[n]]`, of each its first `kept` tokens."""
+    """Rows of packed documents of a set. Row n holds the first `kept` tokens of each of `documents[ends[n - 1] : ends[n]]`."""
 
     tokens: TokenSet
     documents: Ints
     kept: Ints
-    """As many as `documents`."""
+    """Tokens kept of each document in `documents`."""
     ends: Ints
     cut: int
     """Documents that lost their end."""
     left_out: int
-    """Documents that have nothing to learn in a row."""
+    """Documents without a token to learn within a row."""
     whole: bool = False
-    """Whether the last token of a document has a place too, and alone a target: itself."""
+    """Whether the last token of a document has a position too. It is then the only one with a target: itself."""
 
     @property
     def count(self) -> int:
@@ -88,11 +89,12 @@ class Packs:
 
 
 def pack(tokens: TokenSet, length: int, first: int = 0, stop: int | None = None, whole: bool = False) -> Packs:
-    """The documents `first` to `stop` of a set in rows of `length`, those of a pair in one row; `whole` with their last token."""
+    """Pack the documents `first` to `stop` of a set into rows of `length`, both of a pair into one row. `whole` includes their
+    last token."""
     stop = tokens.documents if stop is None else stop
     ends = tokens.ends[first:stop].astype(np.int64)
     begins = np.concatenate([[int(tokens.ends[first - 1]) if first else 0], ends[:-1]]) if len(ends) else ends
-    more = 0 if whole else 1  # tokens that have no place
+    more = 0 if whole else 1  # tokens per document without a position
     sizes = ends - begins - more
     group = 2 if tokens.index.paired else 1
     kept = _fitting(sizes.reshape(-1, group), length)
@@ -118,7 +120,7 @@ def pack(tokens: TokenSet, length: int, first: int = 0, stop: int | None = None,
 
 
 def _fitting(sizes: Ints, length: int) -> Ints:
-    """Places that documents keep of theirs, in groups of one or two [groups, documents] that share a row."""
+    """The positions that each document keeps, for groups of one or two documents [groups, documents] that share a row."""
     if sizes.shape[1] == 1:
         return np.minimum(sizes, length)
     half = length // 2

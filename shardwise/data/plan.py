@@ -1,5 +1,5 @@
-"""The plan of a build, written before any work: the inputs with size and date, and the settings. An interrupted build resumes
-only under the same plan. Under another one the parts would not fit together, so it is refused with what differs."""
+"""The plan of a build, written before any work: the inputs with size and date, and the settings. An interrupted build resumes only
+under the same plan. Under another plan the parts would not fit together, so the build is refused and the differences named."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _read_plan(path: Path) -> dict[str, Any]:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a build makes and nothing else; the index first, so that no half-removed set looks whole."""
+    """Remove only the files that a build makes; the index first, so that no half-removed set looks complete."""
     names = [INDEX, DOCUMENTS, FILE, MARKER, TEMPLATE, PROMPTS, LABELS, ROWS, ROW_ENDS, SKIPPED]
     names += [p.name for p in sorted([*folder.glob("tokens-*.bin"), *folder.glob("mask-tokens-*.bin")])]
     names += [p.name for p in sorted(folder.glob("*.tmp"))]

@@ -1,5 +1,5 @@
-"""Prompts to be answered, with the rows that they are from, which say what an answer is worth. Which prompt sample i is follows
-from (seed, i) alone; each epoch visits every prompt once, in an order of its own."""
+"""Prompts to be answered, each with the row it comes from, which determines the reward of an answer. The prompt of sample i
+depends on (seed, i) alone; each epoch visits every prompt once, in its own order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ORDER = 3
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens to continue, and their row."""
+    """The tokens of a prompt, and its row."""
 
     tokens: NDArray[np.int64]
     row: dict[str, Any]
@@ -35,7 +35,7 @@ class Prompts:
         shuffled: bool = True,
         documents: Sequence[NDArray[np.int64]] | None = None,
     ) -> None:
-        """`documents`: which of each set; None: all."""
+        """`documents`: the documents used of each set; None: all."""
         wrong = [each for each in sets if each.index.kind != "prompts"]
         if wrong:
             raise UserError(*(Problem("holds no prompts with their rows", "data.sets", str(s.folder)) for s in wrong))

@@ -1,9 +1,10 @@
-"""What a frozen network says of every token of a set, kept beside it: the log-probability that a reference gives to the token, or
-the tokens that a teacher finds likeliest in its place, with theirs. A run that reads them holds no second network.
+"""Scores of every token of a set by a frozen network, stored beside the set: a reference's log-probability of the token, or a
+teacher's k likeliest tokens at its position with their log-probabilities. A run that reads them holds no second network.
 
-The numbers lie in the order of the set's tokens, one row of k for each, in files as long as the set; the index is written last. A
-document of conversations is seen alone, whatever row it is packed into, so its numbers serve every `train.seq_len` up to that which
-they were made with. A text is read in windows, whose length decides what a token sees: there it has to be the same.
+The scores are in the order of the set's tokens, one row of k for each, in files as long as the set; the index is written last. A
+document of conversations is scored alone, whatever row it is packed into, so its scores serve every `train.seq_len` up to the one
+they were made with. A text is read in windows, whose length decides the context of a token: there `train.seq_len` has to be the
+same.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class ScoreIndex:
     source: str
     """The folder of the network's weights."""
     fingerprint: str
-    """Of the set."""
+    """The fingerprint of the set."""
     tokens: int
     count: int
-    """Log-probabilities of each token."""
+    """Log-probabilities stored per token (k)."""
     vocab: int
     temperature: float
     seq_len: int
@@ -50,12 +51,12 @@ class ScoreIndex:
 
     @property
     def digest(self) -> str:
-        """Of all that decides the numbers."""
+        """A hash of everything that determines the scores."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
 def score_index(run: Run, tokens: TokenSet, source: str) -> ScoreIndex:
-    """What a run would write beside a set."""
+    """The index of the scores that a run would write beside a set."""
     teaches = FACTS[run.objective.kind].teacher
     return ScoreIndex(
         kind=kind_of(run),
@@ -72,12 +73,12 @@ def score_index(run: Run, tokens: TokenSet, source: str) -> ScoreIndex:
 
 
 def kind_of(run: Run) -> str:
-    """Whose words a run reads."""
+    """Which network's scores a run reads."""
     return "teacher" if FACTS[run.objective.kind].teacher else "reference"
 
 
 def folder_of(tokens: TokenSet, kind: str) -> Path:
-    """Where they are."""
+    """The folder of a set's scores."""
     return tokens.folder / f"scores-{kind}"
 
 
@@ -87,7 +88,7 @@ def _files(index: ScoreIndex) -> dict[str, np.dtype[Any]]:
 
 
 class ScoreWriter:
-    """Writes them, on many ranks at once: the first makes room, then each puts what it knows where it belongs."""
+    """Writes scores from many ranks at once: rank 0 allocates the files, then each rank writes its scores at their positions."""
 
     def __init__(self, folder: Path, index: ScoreIndex) -> None:
         self.folder, self.index = folder, index
@@ -97,7 +98,7 @@ class ScoreWriter:
         return self.folder / f"{name}.part"
 
     def begin(self) -> None:
-        """Make room; what an interrupted scoring left is written over."""
+        """Allocate the files; files of an interrupted scoring are overwritten."""
         self.folder.mkdir(exist_ok=True)
         (self.folder / INDEX).unlink(missing_ok=True)
         for name, dtype in _files(self.index).items():
@@ -105,27 +106,27 @@ class ScoreWriter:
                 os.truncate(file.fileno(), self.index.tokens * self.index.count * dtype.itemsize)
 
     def open(self) -> None:
-        """Before the first `put`."""
+        """Map the files; call before the first `put`."""
         shape = (self.index.tokens, self.index.count)
         for name, dtype in _files(self.index).items():
             self.maps[name] = np.memmap(self._draft(name), dtype=dtype, mode="r+", shape=shape)
 
     def put(self, places: NDArray[np.int64], logprobs: NDArray[Any], tokens: NDArray[Any] | None) -> None:
-        """What is said at these tokens of the set; -1: at none."""
+        """Write the scores of the set's tokens at indices `places`; -1 is skipped."""
         known = places >= 0
         self.maps[LOGPROBS][places[known]] = logprobs[known]
         if tokens is not None:
             self.maps[TOKENS][places[known]] = tokens[known]
 
     def close(self) -> None:
-        """All that this rank knows is on the disk."""
+        """Flush this rank's scores to disk."""
         for values in self.maps.values():
             assert isinstance(values, np.memmap)
             values.flush()
         self.maps = {}
 
     def finish(self) -> None:
-        """When all ranks have closed, once."""
+        """Rename the files into place and write the index; call once, when all ranks have closed."""
         for name in _files(self.index):
             sync(self._draft(name))
             os.replace(self._draft(name), self.folder / name)
@@ -134,7 +135,7 @@ class ScoreWriter:
 
 
 class Scores:
-    """What is beside a set, opened for reading."""
+    """The scores of a set, opened for reading."""
 
     def __init__(self, folder: Path, index: ScoreIndex) -> None:
         self.index = index
@@ -142,7 +143,8 @@ class Scores:
         self.maps = {name: np.memmap(folder / name, dtype, "r", shape=shape) for name, dtype in _files(index).items()}
 
     def fill(self, places: NDArray[np.int64], logprobs: NDArray[Any], tokens: NDArray[Any] | None) -> None:
-        """Write what is said at these tokens of the set into arrays [places, k], which may ask for fewer of the likeliest."""
+        """Copy the scores of the set's tokens at indices `places` into arrays [places, k]. Their k may be smaller than the stored
+        one: they then get the likeliest tokens."""
         known, asked = places >= 0, logprobs.shape[1]
         logprobs[known] = self.maps[LOGPROBS][places[known], :asked]
         if tokens is not None:
@@ -150,7 +152,7 @@ class Scores:
 
 
 def open_scores(run: Run, tokens: TokenSet, key: str) -> Scores | Problem:
-    """What a run reads beside one of its sets, or what is wrong with it."""
+    """The scores of one of a run's sets, or the problem with them."""
     wanted, folder = score_index(run, tokens, ""), folder_of(tokens, kind_of(run))
 
     def wrong(reason: str) -> Problem:
@@ -186,7 +188,7 @@ def open_scores(run: Run, tokens: TokenSet, key: str) -> Scores | Problem:
 
 
 def opened(run: Run, sets: Sequence[TokenSet], key: str, problems: list[Problem]) -> list[Scores]:
-    """Those of several sets; what is wrong is added to the problems."""
+    """The scores of several sets; problems with them are appended to `problems`."""
     found = [open_scores(run, each, key) for each in sets] if run.objective.stored else []
     problems += [each for each in found if isinstance(each, Problem)]
     return [each for each in found if isinstance(each, Scores)]

@@ -1,4 +1,4 @@
-"""Writes a token set (`shards.py`): what is finished is safe, and what was interrupted is done again."""
+"""Writes a token set (`shards.py`). Finished shards are safe on disk; an interrupted shard is written again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shardwise.data.tokenizer import Tokenizer
 
 
 class ShardWriter:
-    """Writes tokens, in order, into shards of `shard_tokens`, and a mask beside each where the set is of a `kind` that has one.
-    `finished` counts the tokens in full shards; a writer opened on a folder that has some continues after them."""
+    """Writes tokens, in order, into shards of `shard_tokens`, and a mask beside each shard if the set's `kind` has one. `finished`
+    counts the tokens in full shards; a writer opened on a folder with full shards continues after them."""
 
     def __init__(
         self, folder: Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS, kind: str = "text"
@@ -60,7 +60,7 @@ class ShardWriter:
         self._shards.append((path.name, path.stat().st_size // DTYPES[self.dtype].itemsize))
 
     def append(self, tokens: NDArray[Any], mask: NDArray[Any] | None = None) -> None:
-        """Append tokens; with their mask, where the set has one."""
+        """Append tokens, with their mask if the set has one."""
         assert self.marked == (mask is not None)
         at = 0
         while at < len(tokens):
@@ -85,7 +85,7 @@ class ShardWriter:
 
     def _close(self) -> None:
         if self._file is not None:
-            # The tokens last: a shard that is there has its mask.
+            # The tokens are renamed last, so a shard that exists has its mask.
             if self._mask_file is not None:
                 self._settle(self._mask_file, mask_of(self._name()))
             self._settle(self._file, self._name())
@@ -108,14 +108,14 @@ class ShardWriter:
         files: Mapping[str, Iterable[bytes]] | None = None,
         **more: Any,
     ) -> Index:
-        """Close the last shard; write the ends of documents, `files` of what else each document has, the tokenizer and, last, the
-        index, which also says `more`."""
+        """Close the last shard. Then write the ends of documents, the other per-document `files`, the tokenizer and, last, the
+        index, which also stores `more`."""
         self._close()
         documents = self._write(DOCUMENTS, (np.ascontiguousarray(some, dtype=ENDS).data for some in ends), self._hash)
         if self.marked:
             self._hash.update(f"{self.kind}\n{self._mask_hash.hexdigest()}\n".encode())
         for name, blocks in (files or {}).items():
-            # Where rows were left out is no part of what the set holds.
+            # The list of skipped rows is not content of the set, so the fingerprint leaves it out.
             self._write(name, blocks, self._hash if name != SKIPPED else hashlib.sha256())
         self.tokenizer.save(self.folder)
         index = Index(
@@ -140,7 +140,7 @@ class ShardWriter:
         return index
 
     def _write(self, name: str, blocks: Iterable[Any], digest: Any) -> int:
-        """Write a file whole; returns its bytes."""
+        """Write a file and rename it into place; returns its size in bytes."""
         written = 0
         with open(self.folder / f"{name}.tmp", "wb") as file:
             for block in blocks:

@@ -1,13 +1,13 @@
 """A token set on disk: shards of raw little-endian token ids, the offsets at which documents end, and an index.
 
-A shard gets its final name when it is full and safely on disk, and the index is written last and in one step. So a folder has
-an index only when everything in it is complete, and an interrupted build continues after its finished shards. A folder without
-an index, or whose files disagree with it, is refused as half-written.
+A shard gets its final name when it is full and safely on disk, and the index is written last and in one step. So a folder has an
+index only when everything in it is complete, and an interrupted build continues after its finished shards. A folder without an
+index, or whose files disagree with it, is refused as half-written.
 
-A set of conversations also has beside each shard a byte for each token, 1 where the token is to be learned, and for each document
-the tokens before the first of these. A set of preferences has a byte for each document, 1 where it is wanted; in a paired one a
-wanted and an unwanted document take turns, and where rows say by how much a pair differs, each document has that number. A set of
-prompts has the rows that they are from.
+A set of conversations also has a mask beside each shard, one byte per token, 1 where the token is learned; and for each document
+the number of tokens before its first learned one. A set of preferences has one byte per document, 1 where it is wanted. In a
+paired set wanted and unwanted documents alternate, and where rows have a margin, each document stores its pair's. A set of prompts
+stores the rows they come from.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DOCUMENTS = "documents.bin"
 FORMAT = "shardwise-tokens"
 VERSION = 1
 MARKED_VERSION = 2
-"""Of sets with a mask, which a reader of version 1 would not see."""
+"""The version of sets with a mask, which a reader of version 1 would ignore."""
 PROMPTS, LABELS, ROWS, ROW_ENDS = "prompts.bin", "labels.bin", "rows.jsonl", "rows.bin"
 MARGINS = "margins.bin"
 SKIPPED = "skipped.jsonl"
@@ -40,7 +40,7 @@ SKIPPED = "skipped.jsonl"
 LENGTHS: dict[str, np.dtype[Any]] = {
     PROMPTS: np.dtype("<u4"), LABELS: np.dtype("u1"), ROW_ENDS: np.dtype("<u8"), MARGINS: np.dtype("<f4"),
 }  # fmt: skip
-"""What each document of a set has, by file."""
+"""The dtype of the files with one value per document."""
 FILES_OF_KIND = {"chat": (PROMPTS,), "preference": (PROMPTS, LABELS), "prompts": (PROMPTS, ROW_ENDS)}
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 ENDS: np.dtype[Any] = np.dtype("<u8")
@@ -73,15 +73,15 @@ class Index:
     source: tuple[str, ...]  # the inputs as the user named them
     fingerprint: str
     kind: str = "text"  # or "chat", "preference" or "prompts"
-    paired: bool = False  # documents come in twos, wanted and unwanted
+    paired: bool = False  # documents come in pairs, wanted before unwanted
     learned: int = 0  # tokens to learn, where there is a mask
     truncated: int = 0  # documents whose end was cut off
-    reasons: dict[str, int] = field(default_factory=dict)  # why documents were skipped, and how many
+    reasons: dict[str, int] = field(default_factory=dict)  # skipped documents by reason
     margins: bool = False  # pairs have margins
 
     @property
     def marked(self) -> bool:
-        """Whether some tokens are learned and others not."""
+        """Whether the set has a mask: some tokens are learned, others not."""
         return self.kind != "text"
 
     def write(self, folder: Path) -> None:
@@ -227,7 +227,7 @@ class TokenSet:
         return out
 
     def read_mask(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Which of the tokens start to stop are learned; all of a text are."""
+        """The mask of tokens start to stop, 1 where learned; all tokens of a text are learned."""
         if not self.index.marked:
             return np.ones(stop - start, dtype=np.uint8)
         return self._read(start, stop, LENGTHS[LABELS])
@@ -245,17 +245,17 @@ class TokenSet:
 
     @cached_property
     def prompt_lengths(self) -> NDArray[Any]:
-        """Of each document the tokens before the first one that is learned; of a pair, those that both share."""
+        """For each document, the number of tokens before the first learned one; for a pair, the number that both share."""
         return _map(self.folder / PROMPTS, LENGTHS[PROMPTS], self.documents)
 
     @cached_property
     def labels(self) -> NDArray[Any]:
-        """Of each document of a preference set whether it is wanted."""
+        """For each document of a preference set, whether it is wanted."""
         return _map(self.folder / LABELS, LENGTHS[LABELS], self.documents)
 
     @cached_property
     def margins(self) -> NDArray[Any]:
-        """Of each document of a paired set by how much the pair differs, where rows say so."""
+        """For each document of a paired set, the margin of its pair, where rows have one."""
         return _map(self.folder / MARGINS, LENGTHS[MARGINS], self.documents)
 
     @cached_property
@@ -263,7 +263,7 @@ class TokenSet:
         return _map(self.folder / ROW_ENDS, LENGTHS[ROW_ENDS], self.documents)
 
     def row(self, document: int) -> dict[str, Any]:
-        """The row that a prompt is from."""
+        """The row that a prompt comes from."""
         ends = self._row_ends
         start = int(ends[document - 1]) if document else 0
         with open(self.folder / ROWS, "rb") as file:

@@ -23,7 +23,7 @@ FILE = "tokenizer.json"
 MARKER = "shardwise_tokenizer.json"
 BYTE = "byte"
 
-# Names that published tokenizers give the end of a document, the least ambiguous first.
+# Names of the end-of-document token in published tokenizers, the least ambiguous first.
 END_NAMES = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
 
     kind: str
     template: str
-    """The chat template that belongs to it; empty where there is none. It makes no difference to the ids."""
+    """The chat template that belongs to it; empty if there is none. It does not affect the ids."""
 
     @property
     def vocab(self) -> int:
@@ -62,45 +62,45 @@ class Tokenizer(Protocol):
 
     @property
     def special_tokens(self) -> dict[str, tuple[str, int]]:
-        """The name and the id of `eos`, which is the end, and of `bos` and `pad` where it has them."""
+        """The name and id of `eos`, which is the end token, and of `bos` and `pad` if it has them."""
 
     @property
     def digest(self) -> str:
-        """Two tokenizers with the same digest give the same ids."""
+        """Two tokenizers with the same digest produce the same ids."""
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, with no special token added."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The tokens of a text for a model to continue: with what the file puts before it, such as Llama's first token."""
+        """The tokens of a prompt, with the special tokens that `tokenizer.json` puts before it, such as Llama's BOS token."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """The tokens of several texts, an array each."""
+        """The tokens of several texts, one array for each text."""
 
     def encode_spans(
         self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
     ) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
-        """The tokens of several texts, and of each token whether it holds a character of one of the text's spans."""
+        """The tokens of several texts, each with a mask: 1 where the token holds a character of one of the text's spans."""
 
     @property
     def added(self) -> dict[str, int]:
-        """Tokens that are whole wherever they stand in a text, such as those that templates write, by name."""
+        """Added tokens by name. They are never split, wherever they occur in a text; chat templates write such tokens."""
 
     @property
     def prefix(self) -> list[int]:
-        """What `encode_prompt` puts before a text."""
+        """The tokens that `encode_prompt` puts before a text."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some tokens; special tokens are left out."""
 
     def piece(self, token: int, first: bool = False) -> bytes:
-        """The bytes that a token adds to a text, or that it begins one with; none for a special token."""
+        """The bytes that a token appends to a text, or starts it with if `first`; empty for a special token."""
 
     def name(self, token: int) -> str:
-        """What a special token is called; empty for the others, which are called by their piece."""
+        """The name of a special token; empty for other tokens, which are named by their piece."""
 
     def save(self, folder: str | Path) -> None:
-        """Write into a folder what `load_tokenizer(folder)` needs."""
+        """Write the files that `load_tokenizer(folder)` needs into a folder."""
 
 
 class ByteTokenizer:
@@ -166,8 +166,8 @@ class JsonTokenizer:
         where: str = FILE,
         template: str = "",
     ) -> None:
-        """`end` names the end-of-document token; `hints` are names to try before the usual ones, of `eos`, `bos` and `pad`. An
-        empty name of the last two says that there is none."""
+        """`end` names the end-of-document token. `hints` holds names of `eos`, `bos` and `pad` to try before the usual ones; an
+        empty `bos` or `pad` means that the tokenizer has none."""
         hints = hints or {}
         self.template = template
         self._content = content
@@ -198,7 +198,7 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         kind = np.uint16 if self.vocab <= 2**16 else np.uint32
-        # The fast call skips offsets, which nothing here needs.
+        # The fast call does not compute offsets, which are not needed here.
         encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=kind) for encoding in encodings]
 
@@ -243,8 +243,8 @@ class JsonTokenizer:
 
 
 def _tokens_of(encoding: Any, span: tuple[int, int]) -> slice:
-    """The tokens with a character of a span. A character may be dropped, or spread over several tokens, each of which then says
-    that it is the whole character."""
+    """The tokens that hold a character of a span. The tokenizer may drop a character, or spread it over several tokens, each of
+    which then reports the whole character as its offsets."""
     start, stop = span
     first = next((t for at in range(start, stop) if (t := encoding.char_to_token(at)) is not None), None)
     if first is None:
@@ -256,8 +256,8 @@ def _tokens_of(encoding: Any, span: tuple[int, int]) -> slice:
 
 
 def load_tokenizer(where: str | Path, end: str = "") -> Tokenizer:
-    """The tokenizer called "byte", of a `tokenizer.json`, or of a folder with one. `end` names the end-of-document token where
-    it has no usual name."""
+    """Load the tokenizer called "byte", a `tokenizer.json`, or the one in a folder. `end` names the end-of-document token if it
+    has no usual name."""
     path = Path(where)
     if str(where) == BYTE:
         if end:
@@ -279,13 +279,13 @@ def load_tokenizer(where: str | Path, end: str = "") -> Tokenizer:
 def _from_folder(folder: Path, end: str) -> Tokenizer:
     marker = _read_marker(folder)
     if marker.get("kind") == BYTE:
-        load_tokenizer(BYTE, end)  # says what is wrong with an end
+        load_tokenizer(BYTE, end)  # raises if `end` is given
         return ByteTokenizer(_template(folder))
     if not (folder / FILE).is_file():
         message = f"holds neither {FILE} nor {MARKER}, so its tokenizer is unknown"
         raise UserError(Problem(message, where=str(folder)))
     content = (folder / FILE).read_bytes()
-    # A marker of version 0.1 names the end alone.
+    # A marker of version 0.1 names only the end token.
     named = {"eos": marker.get("end") or None, "bos": marker.get("bos"), "pad": marker.get("pad")}
     hints = _published(folder) | {role: name for role, name in named.items() if name is not None}
     return JsonTokenizer(content, end=end, hints=hints, where=str(folder / FILE), template=_template(folder))
@@ -321,7 +321,7 @@ def _find_end(vocabulary: dict[str, int], end: str, hint: str, where: str) -> st
 
 
 def _published(folder: Path) -> dict[str, str]:
-    """The special tokens that a published model's `tokenizer_config.json` names; empty where it has none."""
+    """The special tokens named in a published model's `tokenizer_config.json`; empty without that file."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_bytes())
     except (OSError, ValueError):

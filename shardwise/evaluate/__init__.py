@@ -1,1 +1,1 @@
-"""What a model is worth: the loss of any data set, tasks with answers, and the models that other harnesses ask."""
+"""Evaluation of a model: its loss on any data set, tasks with answers, and an adapter for lm-eval."""

@@ -1,5 +1,5 @@
-"""Who answers an evaluation: an engine in this process, or a server of OpenAI's API. Both say how likely tokens are after others,
-and continue texts; what tokens a text has is decided here, so that both see the same ones."""
+"""The model that answers an evaluation: an engine in this process, or a server with OpenAI's API. Both return the log-likelihood of
+a continuation, and generate text. Tokenization happens here, so that both see the same tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwise.serve.request import Request, Sampling
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Of a continuation: its log-probability, and whether every token of it is the likeliest one."""
+    """The log-probability of a continuation, and whether every token of it is the likeliest one."""
 
     logprob: float
     greedy: bool
@@ -31,7 +31,7 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A text to be continued."""
+    """A prompt to continue."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -40,14 +40,14 @@ class Wanted:
 
 
 class Answerer(ABC):
-    """A model that can be asked. `longest` counts tokens of context and continuation together."""
+    """A model that answers requests. `longest` is the maximum number of tokens of context and continuation together."""
 
     tokenizer: Tokenizer
     longest: int
 
     @property
     def first(self) -> int:
-        """What stands before a text that begins with nothing."""
+        """The token that stands in for an empty context."""
         return self.tokenizer.special_tokens.get("bos", ("", self.tokenizer.end))[1]
 
     def encode(self, text: str) -> list[int]:
@@ -55,8 +55,8 @@ class Answerer(ABC):
         return self.tokenizer.prefix + self.tokenizer.encode(text)
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """A context and what follows it as tokens of the joined text, as lm-eval cuts them: white space between the two belongs
-        to what follows."""
+        """A context and its continuation as tokens of the joined text, split as lm-eval does: white space between the two belongs
+        to the continuation."""
         spaces = len(context) - len(context.rstrip())
         if spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
@@ -66,22 +66,22 @@ class Answerer(ABC):
         return before, self.encode(context + continuation)[len(before) :]
 
     def room(self, max_tokens: int) -> int:
-        """Tokens of a prompt that leave room for an answer; one at least."""
+        """The maximum number of prompt tokens that leaves room for an answer; at least 1."""
         return max(1, self.longest + 1 - max_tokens)
 
     def cut(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Without what goes beyond the model's context, from the left."""
+        """Drop tokens from the left until both fit the model's context."""
         both = [*context, *continuation][-self.longest :]
         kept = min(len(continuation), len(both) - 1)
         return both[: len(both) - kept], both[len(both) - kept :]
 
     @abstractmethod
     def likelihoods(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
-        """How likely each continuation is after its context."""
+        """The likelihood of each continuation after its context."""
 
     @abstractmethod
     def generate(self, wanted: Sequence[Wanted]) -> list[str]:
-        """Texts continued up to their stops, which are left out."""
+        """The generated texts, up to and without their stop strings."""
 
 
 class EngineAnswerer(Answerer):
@@ -89,7 +89,7 @@ class EngineAnswerer(Answerer):
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.engine, self.tokenizer = engine, tokenizer
-        self.longest = engine.max_tokens - 1  # the engine always continues by a token
+        self.longest = engine.max_tokens - 1  # the engine always generates one token
 
     def likelihoods(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
         found = [Likelihood(0.0, True)] * len(pairs)
@@ -129,7 +129,7 @@ class EngineAnswerer(Answerer):
 
 
 class HttpAnswerer(Answerer):
-    """A server of OpenAI's completions, such as `shardwise serve`, which takes tokens as a prompt and echoes its logprobs."""
+    """A server with OpenAI's completions API, such as `shardwise serve`, that takes token prompts and echoes their logprobs."""
 
     def __init__(
         self, url: str, tokenizer: Tokenizer, longest: int, model: str = "", key: str = "", at_once: int = 16
@@ -184,7 +184,7 @@ class HttpAnswerer(Answerer):
                 "prompt": list(each.prompt)[-self.room(each.max_tokens) :] or [self.first],
                 "max_tokens": min(each.max_tokens, self.longest),
             }
-            # A server takes four stops at most; text is cut here in any case.
+            # A server takes at most four stop strings; the text is cut here in any case.
             body |= {"temperature": each.temperature, "stop": list(each.stop)[:4], "seed": 0}
             return _up_to(self._complete(body)["text"], each.stop)
 
@@ -198,7 +198,7 @@ def _up_to(text: str, stops: Sequence[str]) -> str:
 
 
 def engine_answerer(folder: Path, run: Run, longest: int = 0) -> EngineAnswerer:
-    """An engine for a checkpoint's folder; sequences have as many tokens as the model has positions, or as `longest` says."""
+    """An engine for a checkpoint's folder; the maximum sequence length is `longest`, or the model's positions if that is 0."""
     from shardwise.serve.engine import make_engine
 
     tokenizer = load_tokenizer(folder)

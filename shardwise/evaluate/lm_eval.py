@@ -1,10 +1,10 @@
-"""A model of this project for EleutherAI's `lm-eval`, answered by the engine in this process or by a server.
+"""A model of this project for EleutherAI's `lm-eval`, run by the engine in this process or by a server.
 
     from lm_eval import simple_evaluate
     from shardwise.evaluate.lm_eval import ShardwiseLM
     simple_evaluate(ShardwiseLM.of_checkpoint("runs/mine"), tasks=["hellaswag"])
 
-Importing this file also registers it, as `--model shardwise`.
+Importing this file also registers the model, as `--model shardwise`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shardwise.evaluate.answering import Answerer, HttpAnswerer, Wanted, engine_
 from shardwise.run import read_run
 
 MAX_TOKENS = 256
-"""lm-eval's own, where a task says nothing."""
+"""lm-eval's default, for tasks that set no limit."""
 
 
 @register_model("shardwise")
 class ShardwiseLM(LM):
-    """Answers lm-eval's three kinds of request."""
+    """Answers lm-eval's three kinds of requests."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class ShardwiseLM(LM):
         template: ChatTemplate | None = None,
         **_: Any,
     ) -> None:
-        """A `checkpoint` or run folder; with a `url` its tokenizer alone is read, and the server there answers. lm-eval's own
-        options (`batch_size`, `device`) are the engine's business."""
+        """`checkpoint`: a checkpoint or run folder. With a `url` only its tokenizer is read, and the server at that address
+        answers. lm-eval's own options (`batch_size`, `device`) are ignored: the engine decides those."""
         super().__init__()
         if answerer is None:
             folder = checkpoint_folder(Path(checkpoint))
@@ -53,12 +53,12 @@ class ShardwiseLM(LM):
 
     @classmethod
     def of_checkpoint(cls, checkpoint: str | Path, longest: int = 0) -> ShardwiseLM:
-        """By an engine in this process."""
+        """A model run by an engine in this process."""
         return cls(str(checkpoint), longest=longest)
 
     @classmethod
     def of_server(cls, url: str, checkpoint: str | Path, longest: int = 0) -> ShardwiseLM:
-        """By a server, for the tokenizer of the checkpoint that it serves."""
+        """A model run by a server; `checkpoint` is the one it serves, for its tokenizer."""
         return cls(str(checkpoint), url, longest)
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:

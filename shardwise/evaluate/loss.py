@@ -1,7 +1,7 @@
-"""The loss of a data set: the mean cross-entropy of all tokens that are learned from it, on one device, without padding's.
+"""The loss of a data set: the mean cross-entropy of all tokens that have a target, without padding, on one device.
 
-A text is cut into rows of consecutive tokens; conversations are packed whole, and only what the mask says counts. Of a preference
-set the wanted answers count. Logits are made some at a time, so a large vocabulary costs no memory.
+A text is cut into rows of consecutive tokens. Conversations are packed whole, and only the tokens that their mask selects count. In
+a preference set the desirable answers count. Logits are computed in chunks, so a large vocabulary costs no memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.run.derive import uses_varlen_attention
 
 @dataclass(frozen=True)
 class SetLoss:
-    """Of a set: the mean loss of a token in nats, and how many tokens had one."""
+    """The loss of a set: the mean per token in nats, and the number of tokens with a loss."""
 
     loss: float
     tokens: int
@@ -49,7 +49,7 @@ def rows_of(tokens: TokenSet, length: int, separate: bool) -> Samples:
 
 @torch.no_grad()
 def set_loss(model: Transformer, run: Run, tokens: TokenSet, length: int, most: int = 0, at_once: int = 0) -> SetLoss:
-    """The loss of a set in rows of `length` tokens, of all rows or of `most` that are evenly spaced, some `at_once`."""
+    """The loss of a set in rows of `length` tokens: of all rows, or of `most` evenly spaced ones, `at_once` rows at a time."""
     samples = rows_of(tokens, length, run.data.separate_documents)
     count = samples.count
     if not count:

@@ -1,6 +1,6 @@
-"""Tasks from JSONL. A row with `choices` is a question of multiple choice: each is scored by its log-likelihood after the question,
-and the likeliest is the model's answer, by the whole or by character as lm-eval's `acc` and `acc_norm`. Any other row has an
-`answer` that the text the model generates must equal; several are a list."""
+"""Tasks from JSONL. A row with `choices` is a multiple-choice question: each choice is scored by its log-likelihood after the
+question, and the likeliest is the model's answer, by total log-likelihood (lm-eval's `acc`) or per character (`acc_norm`). Any
+other row has an `answer` that the generated text must equal; several accepted answers are a list."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _MOST_NAMED = 20
 
 @dataclass(frozen=True)
 class Question:
-    """One row."""
+    """One row of a task file."""
 
     text: str
     answers: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     right: int = -1
-    """Which of the choices."""
+    """The index of the right choice."""
     until: tuple[str, ...] = ("\n",)
 
 
 @dataclass(frozen=True)
 class Score:
-    """Of a file of questions: the share of right answers, each figure with the standard error of the mean."""
+    """The score on a file of questions: the share of right answers, each figure with the standard error of the mean."""
 
     exact_match: float | None
     acc: float | None
@@ -42,9 +42,9 @@ class Score:
     chosen: int
     errors: dict[str, float]
     answers: list[dict[str, Any]]
-    """What the model said, in the order of the rows."""
+    """The model's answers, in the order of the rows."""
     cut: int = 0
-    """Questions that were too long for the model's context, of which it saw the end."""
+    """Questions that were too long for the model's context; the model saw only their end."""
 
     def as_dict(self) -> dict[str, Any]:
         figures = {"exact_match": self.exact_match, "acc": self.acc, "acc_norm": self.acc_norm}
@@ -54,7 +54,7 @@ class Score:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """The rows of a file; all that is wrong with them at once."""
+    """Read the rows of a file; all problems are reported together."""
     found, problems = [], []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -102,7 +102,7 @@ def _question(row: Any) -> Question:
 def score(
     answerer: Answerer, questions: Sequence[Question], max_tokens: int = 64, template: ChatTemplate | None = None
 ) -> Score:
-    """Ask all questions. With a `template` each is what a user says, and the answer may have several lines."""
+    """Ask all questions. With a `template` each question is a user message, and the answer may have several lines."""
     chosen = [n for n, each in enumerate(questions) if each.choices]
     asked = [n for n, each in enumerate(questions) if not each.choices]
     said: list[dict[str, Any]] = [{} for _ in questions]

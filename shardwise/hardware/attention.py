@@ -1,10 +1,10 @@
-"""The time of attention in one fused kernel (FlashAttention), which never writes the scores to memory.
+"""The time of attention in one fused kernel (FlashAttention), which never writes the attention scores to memory.
 
 Queries are split into blocks that loop over the keys; blocks are distributed over the chip's units. Three things cost speed:
 the start and end of each block and the half-empty tiles on the diagonal of a causal mask (modelled as some extra keys); the
 tail, when the last blocks run and other units idle; and too few blocks to fill the chip. Keys and values of a long sequence do
-not stay in the L2 cache from one block to the next. With one query for each sequence, as in decoding, reading the keys and values
-takes the time.
+not stay in the L2 cache from one block to the next. With one query per sequence, as in decode, the time is that of reading
+the keys and values.
 
 Sources of the model: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023), FlashAttention-3 (Shah et al. 2024).
 """
@@ -22,10 +22,11 @@ Kernel = Literal["flash1", "flash2", "flash3"]
 Direction = Literal["forward", "backward"]
 
 BLOCK = 128  # rows of a block of queries (forward) or keys (backward)
-# How much slower blocks go for each time that keys and values of a head fill the L2 cache, beyond the share that stays in it beside
-# all else: measured on an H200, sequences of 16,384 to 131,072 (`benchmarks/gpu/long_attention.py`); beyond twice nothing was.
+# How much slower blocks get for each L2 cache that the keys and values of a head fill, beyond the share that stays
+# cached besides everything else: measured on an H200 with sequences of 16,384 to 131,072
+# (`benchmarks/gpu/long_attention.py`). Nothing beyond two L2 caches was measured.
 SPILL, STAYS, MOST_SPILLED = 0.14, 0.25, 2.0
-# GEMMs per pair of query and key: the forward has two, the backward recomputes one and adds four.
+# GEMMs: the forward has two, the backward recomputes one and adds four.
 BACKWARD_FLOPS = 2.5
 # The backward reads queries, keys, values, output and its gradient, and writes three gradients.
 BACKWARD_BYTES = 2.5
@@ -41,7 +42,7 @@ def attention_flops(
     causal: bool = True,
     direction: Direction = "forward",
 ) -> Any:
-    """FLOPs without the pairs that a causal mask hides. The queries are the last positions of the keys."""
+    """FLOPs without the query-key pairs that a causal mask hides. The queries are the last positions of the keys."""
     width = np.asarray(head_dim, dtype=float) + (head_dim if v_dim is None else v_dim)
     visible = _visible_keys(np.asarray(queries, dtype=float), np.asarray(keys, dtype=float), causal)
     flops = 2.0 * width * batch * heads * queries * visible
@@ -82,7 +83,7 @@ def attention_seconds(
 
 
 def kernel_on(chip: Chip, kernel: Kernel) -> Kernel:
-    """The kernel that runs on a chip: the one asked for, or FlashAttention-2 where it is not supported."""
+    """The kernel that runs on a chip: the requested one, or FlashAttention-2 where it is not supported."""
     return kernel if kernel in constants("attention", chip) else "flash2"
 
 
@@ -101,13 +102,13 @@ def model_seconds(
     dtype: str,
     sustained: Any,
 ) -> Any:
-    """The model itself, with any constants; the fit calls it."""
+    """The model itself, with any constants; also called by the fit."""
     batch, heads, queries, keys = (np.asarray(value, dtype=float) for value in (batch, heads, queries, keys))
     width = np.add(head_dim, v_dim, dtype=float)
     backward = direction == "backward"
     share = np.interp(width / 2, fitted["head_dims"], fitted["shares"])
     speed = chip.speed(dtype) * share * np.asarray(sustained)
-    flops = 2.0 * width * (BACKWARD_FLOPS if backward else 1.0)  # of a query and a key
+    flops = 2.0 * width * (BACKWARD_FLOPS if backward else 1.0)  # per pair of query and key
 
     idle_keys = fitted["extra"] + (fitted["diagonal"] if causal else 0.0)
     total = flops * batch * heads * queries * (_visible_keys(queries, keys, causal) + idle_keys) / speed

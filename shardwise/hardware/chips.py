@@ -20,8 +20,8 @@ from shardwise.run import Run
 from shardwise.run.problems import Problem, UserError, nearest
 from shardwise.run.rules.rule import Broken
 
-# Dynamic power grows with clock times voltage squared, and voltage nearly with the clock, so the clock follows a cap's
-# share of the full power to about the power 1/2.5. An H100 held to 500 of its 700 W is then 13 % slower; published
+# Dynamic power grows with clock times voltage squared, and voltage nearly with the clock, so the clock falls with about
+# the 1/2.5th power of the cap's share of full power. An H100 capped at 500 of its 700 W is then 13 % slower; published
 # training runs under that cap lost 10 to 15 %.
 POWER_EXPONENT = 0.4
 
@@ -41,18 +41,18 @@ class Chip:
     peak: dict[str, float] = field(hash=False)  # FLOP/s by dtype, dense
     memory: int
     hbm: float
-    units: int  # multiprocessors, compute units, matrix units or cores: tiles are distributed over them
+    units: int  # SMs, compute units, matrix units or cores: tiles are distributed over them
     l2: int
     power: float  # W
     devices_per_node: int
     domain: int  # devices joined by the fast link
-    intra: float  # bytes/s a device and direction on the fast link
-    inter: float  # bytes/s a device and direction between machines
-    price: float  # US dollars for a device and hour; 0: no public price known
+    intra: float  # bytes/s per device and direction on the fast link
+    inter: float  # bytes/s per device and direction between machines
+    price: float  # US dollars per device and hour; 0: no public price known
     driver_names: tuple[str, ...] = ()
     fabric: str = "rail"
     clock: float = 1.0  # tensor speed under a power cap, relative to none
-    lender: str = ""  # the chip of the catalogue whose curves a user's own chip has
+    lender: str = ""  # the chip of the catalogue whose curves a user's own chip borrows
     profile: Any = field(default=None, hash=False, compare=False)  # a measured `profile.Profile`, or None
 
     def altered(self, power_w: float = 0, hbm_gbs: float = 0) -> Chip:
@@ -61,13 +61,13 @@ class Chip:
         return replace(self, clock=clock, hbm=hbm_gbs * GB if hbm_gbs else self.hbm)
 
     def speed(self, dtype: str) -> float:
-        """Peak FLOP/s of GEMMs in `dtype`, under the power cap if there is one."""
+        """Peak FLOP/s of GEMMs in `dtype`, under the power cap if one is set."""
         if dtype not in self.peak:
             raise UserError(Problem(f"{self.name} has no {dtype} GEMMs; it has {', '.join(self.peak)}"))
         return self.peak[dtype] * self.clock
 
 
-# Bytes of an element, for the traffic of a kernel. tf32 is stored as float32.
+# Bytes per element, for the memory traffic of a kernel. tf32 is stored as float32.
 ITEM_BYTES = {
     "float64": 8.0,
     "float32": 4.0,
@@ -76,7 +76,7 @@ ITEM_BYTES = {
     "bfloat16": 2.0,
     "fp8": 1.0,
     "int8": 1.0,
-    "fp4": 0.5625,  # four bits, and a byte of scale for each sixteen
+    "fp4": 0.5625,  # four bits, and one byte of scale per sixteen elements
 }
 
 
@@ -88,13 +88,13 @@ def _tera(**speeds: float) -> dict[str, float]:
 
 
 def _cpu() -> Chip:
-    """This machine, by a modest guess: 50 GFLOP/s in float32 and 5 GB/s of memory a core. A measured profile is better."""
+    """This machine, by a modest guess: 50 GFLOP/s in float32 and 5 GB/s of memory per core. A measured profile is better."""
     cores = os.cpu_count() or 1
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         memory = 8 * GIB
-    # Without instructions of their own, 16-bit formats are widened first: no faster than float32.
+    # CPUs without 16-bit instructions convert to float32 first, so 16-bit formats are no faster.
     tera = 0.05 * cores
     return Chip(
         name="cpu",
@@ -115,7 +115,7 @@ def _cpu() -> Chip:
     )
 
 
-# Keys of a chip in a file: the field and its unit. Fields in whole numbers have one that is an `int`.
+# Keys of a chip in a file: the field and its unit. The unit of an integer field is an `int`.
 _NUMBERS: dict[str, tuple[str, float]] = {
     "memory_gib": ("memory", GIB),
     "memory_gb": ("memory", GB),
@@ -136,7 +136,7 @@ _NEEDED = {"peak": "tflops", "memory": "memory_gib", "hbm": "hbm_gbs", "intra": 
 
 
 def _read_keys(values: Mapping[str, Any], problems: list[Problem], where: str) -> dict[str, Any]:
-    """The fields of `Chip` that a chip's table gives; what is wrong with it goes to `problems`."""
+    """The fields of `Chip` in a chip's table; mistakes are appended to `problems`."""
     found: dict[str, Any] = {}
 
     def wrong(name: str, what: str) -> None:
@@ -195,7 +195,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _like(base: Chip, name: str, found: Mapping[str, Any]) -> Chip:
-    """Another chip with these fields instead. A fast link that ends at the machine still does when machines have another size."""
+    """A copy of `base` with these fields replaced. A fast link that spans exactly one machine does so at the new size too."""
     own = {"driver_names": (), "name": name, **found}
     if "devices_per_node" in own and base.domain == base.devices_per_node:
         own.setdefault("domain", own["devices_per_node"])
@@ -203,7 +203,7 @@ def _like(base: Chip, name: str, found: Mapping[str, Any]) -> Chip:
 
 
 def _catalogue() -> tuple[dict[str, Chip], dict[str, str]]:
-    """The chips of `chips.toml` in its order, then this machine; and the other spellings of their names."""
+    """The chips of `chips.toml` in file order, then this machine; and the aliases of their names."""
     path = Path(__file__).with_name("chips.toml")
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
     problems: list[Problem] = []
@@ -225,7 +225,7 @@ CHIPS, ALIASES = _catalogue()
 
 
 def unknown_chip(run: Run) -> Iterator[Broken]:
-    """The rule that a run's chip is in the catalogue, or in a file without mistakes."""
+    """The rule that a run's chip is in the catalogue, or in a valid file."""
     try:
         find_chip(run.cluster.chip or "cpu")
     except UserError as error:
@@ -234,7 +234,7 @@ def unknown_chip(run: Run) -> Iterator[Broken]:
 
 
 def find_chip(name: str) -> Chip:
-    """The chip called `name`, by its catalogue name or an alias; or the one that a TOML file describes."""
+    """The chip called `name`, by its catalogue name or an alias; or the chip that a TOML file describes."""
     if name.strip().lower().endswith(".toml"):
         return _own_chip(Path(name.strip()))
     return _known_chip(name)
@@ -243,7 +243,7 @@ def find_chip(name: str) -> Chip:
 def _known_chip(name: str) -> Chip:
     wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
     wanted = re.sub(r"^((nvidia|geforce|tesla|amd|instinct|google)-)+", "", wanted)
-    wanted = re.sub(r"(\d)gb\b", r"\1g", wanted)  # 80gb is 80g here
+    wanted = re.sub(r"(\d)gb\b", r"\1g", wanted)  # the catalogue writes 80gb as 80g
     wanted = ALIASES.get(wanted, wanted)
     if wanted not in CHIPS:
         hint = nearest(wanted, [*CHIPS, *ALIASES]) or "; known: " + ", ".join(CHIPS) + "."
@@ -252,7 +252,7 @@ def _known_chip(name: str) -> Chip:
 
 
 def _own_chip(path: Path) -> Chip:
-    """The chip of a user's file: the keys of a chip of the catalogue, alone or below its name in brackets."""
+    """The chip of a user's file: the same keys as in the catalogue, at top level or below the chip's name in brackets."""
     where = str(path)
     try:
         values = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
@@ -287,8 +287,8 @@ def _own_chip(path: Path) -> Chip:
 
 
 def _nearest_chip(found: Mapping[str, Any]) -> Chip:
-    """The accelerator of the catalogue whose 16-bit speed and memory bandwidth are nearest, by ratio: of the same generation where
-    there is one, and joined in a torus only where this one is."""
+    """The accelerator of the catalogue whose 16-bit speed and memory bandwidth are nearest, by ratio: of the same generation if
+    there is one, and with a torus only if this chip has one."""
 
     def fast(peaks: Mapping[str, float]) -> float:
         return max(peaks.get("bfloat16", 0.0), peaks.get("float16", 0.0)) or max(peaks.values())
@@ -301,9 +301,9 @@ def _nearest_chip(found: Mapping[str, Any]) -> Chip:
 
 
 def chip_of_driver_name(name: str) -> Chip | None:
-    """The chip a driver calls `name`, or None when the catalogue does not know it."""
+    """The chip whose driver name is `name`, or None if the catalogue does not have it."""
 
     def called(part: str) -> bool:
-        return re.search(re.escape(part) + r"(?!\d)", name) is not None  # an L40 is no L4
+        return re.search(re.escape(part) + r"(?!\d)", name) is not None  # an L40 is not an L4
 
     return next((chip for chip in CHIPS.values() if any(map(called, chip.driver_names))), None)

@@ -15,16 +15,16 @@ from shardwise.hardware.chips import FABRICS, GB, Chip, Fabric, find_chip
 from shardwise.hardware.efficiency import constants
 from shardwise.run.problems import Problem, UserError
 
-# Latency of a hop over a cloud's Ethernet, where software does what InfiniBand cards do, relative to InfiniBand: from the
-# published all-reduces of four B200 machines on EFA.
+# Latency of a hop over a cloud's Ethernet relative to InfiniBand, since software does the work of InfiniBand cards
+# there: from the published all-reduces of four B200 machines on EFA.
 ETHERNET_LATENCY = 20.0
-# Machines under one pair of leaf switches in the usual scalable unit; a tapered fat tree is narrower above them.
+# Machines under one pair of leaf switches in the usual scalable unit; a tapered fat tree has less bandwidth above.
 POD_NODES = 32
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What collectives depend on. Bandwidths are bytes/s of a device in one direction, latencies seconds a hop."""
+    """The properties that collectives depend on. Bandwidths are bytes/s per device and direction, latencies seconds per hop."""
 
     chip: Chip
     devices: int
@@ -35,17 +35,17 @@ class Cluster:
     intra_latency: float
     inter_latency: float
     kind: Fabric = "rail"
-    taper: float = 1.0  # how many times less bandwidth each device has beyond its pod
-    pod: int = 0  # devices below the taper
-    torus_dims: int = 0  # dimensions of the torus that the fast link forms; 0: it is a switch
+    taper: float = 1.0  # factor by which a device's bandwidth drops beyond its pod
+    pod: int = 0  # devices in a pod, within which the bandwidth is full
+    torus_dims: int = 0  # dimensions of the fast link's torus; 0: it is a switch
     in_switch: bool = False  # the fast link's switch reduces (NVLink SHARP)
     sharp: bool = False  # the network's switches reduce too
     profile: Any = None
-    far: bool = False  # machines are further apart than usual: what ranks tell each other in a step is felt
+    far: bool = False  # machines are further apart than usual: small messages within a step cost time too
 
     @property
     def nodes(self) -> int:
-        """Machines."""
+        """The number of machines."""
         return -(-self.devices // self.per_node)
 
     def members_in_domain(self, size: Any, stride: Any = 1) -> Any:
@@ -57,7 +57,7 @@ class Cluster:
         return np.ceil(np.divide(size, self.members_in_domain(size, stride)))
 
     def network(self, size: Any, stride: Any = 1, sharing: Any = 1) -> Any:
-        """Bytes/s of one device's network card for a group: less beyond a pod of a tapered tree, or when groups share it."""
+        """Bytes/s of one device's network card for a group: less beyond a pod of a tapered tree, or when groups share the card."""
         beyond = np.where(np.multiply(size, stride) > self.pod, self.taper, 1.0)
         return self.inter / (beyond * sharing)
 
@@ -77,7 +77,7 @@ def make_cluster(
     latency_ms: float = 0,
     sharp: bool = False,
 ) -> Cluster:
-    """`nodes` machines of a chip; 0 or "" is the usual value of that chip."""
+    """`nodes` machines of a chip; 0 or "" means the default of that chip."""
     chip = find_chip(chip_name) if isinstance(chip_name, str) else chip_name
     problems = [
         Problem(f"is {value}, but has to be at least {least}", name)
@@ -98,7 +98,7 @@ def make_cluster(
     if profile is not None:
         chip = replace(chip, profile=profile)
     per_node = per_node or chip.devices_per_node
-    # A fast link that joins machines keeps its domain whatever per_node is; one that does not ends at the machine.
+    # A fast link across machines keeps its domain whatever per_node is; any other ends at the machine.
     domain = domain or (chip.domain if chip.domain > chip.devices_per_node else per_node)
     fitted = constants("collectives", chip)["constants"]
     torus = kind == "torus"

@@ -1,12 +1,12 @@
-"""How long a collective takes: NCCL's algorithms, each with its hops, bytes and bandwidth, and the fastest of them.
+"""The time of a collective: NCCL's algorithms, each with its hops, bytes and bandwidth, and the fastest of them.
 
 Bytes follow nccl-tests: the whole buffer of an all-reduce, the gathered output of an all-gather, the whole input of a
 reduce-scatter, the input of a rank in an all-to-all, the message of a broadcast or a send.
 
 A ring sends (n-1)/n of the buffer over each link and passes n-1 hops, twice for an all-reduce (Patarasuk and Yuan 2009).
-Between machines each member has a network card of its own, so with g members in a machine the ring crosses at g cards'
-bandwidth. Trees pass log2 hops (Sanders et al. 2009); with in-switch reduction the buffer passes a link once. Pipelining a
-buffer through hops adds a term with the square root of its size to latency and bandwidth.
+Each member has its own network card, so with g members in a machine the ring crosses machines at the bandwidth of g cards.
+Trees pass log2 hops (Sanders et al. 2009); with in-switch reduction the buffer passes a link once. Pipelining a buffer
+through hops adds a term with the square root of its size to latency and bandwidth.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ COLLECTIVES: tuple[str, ...] = get_args(Collective)
 def collective_seconds(
     cluster: Cluster, operation: Collective, bytes: Any, size: Any, stride: Any = 1, sharing: Any = 1
 ) -> Any:
-    """Time of one collective over groups of `size` ranks `stride` apart, all groups of the axis at the same time.
+    """Seconds of one collective over groups of `size` ranks `stride` apart, with all groups of the axis active at the same time.
 
-    `sharing` is how many groups use each network card at once, where other axes use it too.
+    `sharing` is the number of groups that use each network card at once, where other axes use it too.
     """
     fitted = constants("collectives", cluster.chip)["constants"]
     times = candidates(cluster, fitted, operation, bytes, size, stride, sharing)
@@ -53,13 +53,13 @@ class _Group:
     card: Any  # bytes/s of a member's network card
 
     def fast(self, operation: str) -> Any:
-        """Bytes/s of a device's fast link; two or four ranks leave some of its channels idle."""
+        """Bytes/s of a device's fast link; groups of two or four ranks leave some of its channels idle."""
         share, loss = self.fitted["shares"][operation]
         full = self.cluster.intra * share * _torus_share(self.cluster, self.inside)
         return full * (1 - loss / np.maximum(self.inside, 2))
 
     def slow(self) -> Any:
-        """Bytes/s between domains: the cards of all members in one."""
+        """Bytes/s between domains: the cards of all members of one domain together."""
         return self.card * self.inside * self.fitted["inter_share"]
 
     def steady(self, operation: str, moved_inside: Any, moved_across: Any) -> Any:
@@ -107,12 +107,12 @@ def candidates(
 
 
 def _gloo(operation: str, group: _Group) -> Any:
-    """CPUs of machines that are far apart. gloo has rings, and in each of their rounds a rank first tells its neighbour that it may
-    send: every round takes the way there and back. An all-to-all has one round."""
+    """Seconds with gloo on CPUs of distant machines. gloo uses rings, and in each round a rank first tells its neighbour that it
+    may send: every round costs a round trip. An all-to-all has one round."""
     rounds = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0}.get(operation, 0.0)
     spans = group.domains > 1
     latency = np.where(spans, 2 * group.cluster.inter_latency, group.cluster.intra_latency)
-    if not rounds:  # in an all-to-all each card carries what its own rank sends
+    if not rounds:  # in an all-to-all each card carries only the data its own rank sends
         share = (group.size - group.inside) / group.size if operation == "all_to_all" else 1.0
         inside = group.bytes / group.fast(operation if operation == "all_to_all" else "all_gather")
         return latency + np.where(spans, group.bytes * share / group.card, inside)
@@ -144,13 +144,13 @@ def _tree(operation: str, passes: float) -> Callable[[_Group], Any]:
 
 
 def _tree_share(group: _Group) -> Any:
-    """Two domains exchange their sums at once, which halves what crosses; in larger trees some ranks forward both ways."""
+    """Two domains exchange their sums directly, which halves the crossing bytes; in larger trees some ranks forward both ways."""
     return np.where(group.domains > 2, 1.0, 0.5)
 
 
 def _in_switch(group: _Group) -> Any:
-    """The fast link's switch reduces and broadcasts, so the buffer passes each device's link once (NVLink SHARP). Across domains
-    trees join the switches or, with SHARP in the network, its switches reduce as well."""
+    """The fast link's switch reduces and broadcasts, so the buffer passes each device's link once (NVLink SHARP). Across domains,
+    trees connect the switches or, with SHARP in the network, the network's switches reduce as well."""
     cluster, fitted = group.cluster, group.fitted
     if not cluster.in_switch:
         return np.full(np.broadcast(group.bytes, group.size).shape, np.inf)
@@ -163,7 +163,7 @@ def _in_switch(group: _Group) -> Any:
 
 
 def _doubling(operation: str) -> Callable[[_Group], Any]:
-    """Recursive doubling in log2 rounds; NCCL has it (PAT, since 2.23) for groups with one rank in a machine."""
+    """Recursive doubling in log2 rounds; NCCL has it (PAT, since 2.23) for groups with one rank per machine."""
 
     def seconds(group: _Group) -> Any:
         moved = group.bytes * (group.size - 1) / group.size / group.fitted["tree_share"]
@@ -177,7 +177,7 @@ def _exchange(group: _Group) -> Any:
     """Every rank sends a slice to every other: in its own domain over the fast link, to the rest over its card."""
     cluster, fitted = group.cluster, group.fitted
     part = group.bytes / group.size
-    # On a torus a slice travels a quarter of the ring in each dimension.
+    # On a torus a slice travels a quarter of the ring in each dimension on average.
     dims = cluster.torus_dims
     travelled = np.maximum(group.inside ** (1 / dims) * dims / 4, 1) if dims else 1.0
     inside = part * (group.inside - 1) * travelled / group.fast("all_to_all")
@@ -189,7 +189,7 @@ def _exchange(group: _Group) -> Any:
 
 
 def _send(group: _Group) -> Any:
-    """One message to a neighbour in the group: over the network as soon as some neighbours are in different domains."""
+    """One message to a neighbour in the group: over the network if any neighbours are in different domains."""
     fitted, cluster = group.fitted, group.cluster
     crosses = group.domains > 1
     fast = cluster.intra * fitted["send_share"] * _torus_share(cluster, 2)

@@ -1,9 +1,8 @@
 """How much of a chip's peak its kernels reach: constants fitted to measurements, read from `efficiency.json`.
 
-The file is written by `benchmarks/fit_hardware.py` and says for each set of constants what it was fitted to and how far it
-is off. A chip without measurements of its own names the chip whose constants it borrows; since they are relative to peak,
-memory bandwidth, units and links, they scale with those. The simplest model that uses them is here too: a kernel that only
-moves bytes.
+`benchmarks/fit_hardware.py` writes the file, with the source and the error of each set of constants. A chip without measurements
+of its own names the chip whose constants it borrows; since they are relative to peak, memory bandwidth, units and links, they scale
+with those. The simplest model that uses them is here too: a kernel that only moves bytes.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ def _entry(kind: str, chip_name: str) -> dict[str, Any]:
 
 
 def lender_of(kind: str, chip: Chip) -> str:
-    """The chip whose constants of one kind `chip` borrows, or nothing."""
+    """The name of the chip whose constants of one kind `chip` borrows, or ""."""
     entry = efficiency_file()[kind].get(chip.name)
     return entry if isinstance(entry, str) else ""
 
 
 def constants(kind: str, chip: Chip) -> dict[str, Any]:
-    """The constants of one kind ("gemm", "memory", "attention" or "collectives") that hold for `chip`."""
+    """The constants of one kind ("gemm", "memory", "attention" or "collectives") for `chip`."""
     return _entry(kind, chip.lender or chip.name)
 
 
 def memory_seconds(chip: Chip, bytes: Any, labels: tuple[str, str, str] | None = None) -> Any:
     """Device time of an elementwise kernel, norm, copy or optimizer step that reads and writes `bytes` in all: a start-up time,
-    then a steady share of the memory bandwidth, so half of that speed is reached at a few megabytes. No bytes take no time.
+    then a steady share of the memory bandwidth, so half of that speed is reached at a few megabytes. Zero bytes take no time.
 
-    `labels` name the operation of the network, its direction and its dtype: a profile may have measured it.
+    `labels` are the operation of the network, its direction and its dtype, for which a profile may have a measurement.
     """
     moved = np.asarray(bytes, dtype=float)
     fitted = constants("memory", chip)["constants"]

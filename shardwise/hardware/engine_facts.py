@@ -1,7 +1,7 @@
-"""What was measured of the serving engine's steps, for a chip: by the user's own profile, or by one that comes with the package
-(`serving/`, a file for each chip, as `shardwise bench --serve` writes them).
+"""Measured steps of the serving engine for a chip: from the user's own profile, or from one that comes with the package
+(`serving/`, one file per chip, as `shardwise bench --serve` writes it).
 
-A chip that no one has measured borrows: points are read as shares of what the cost model says, so they scale with its peaks.
+A chip without measurements borrows those of another: points are used as factors on the cost model, so they scale with its peaks.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from shardwise.hardware.profile import Profile, load_profile
 
 FOLDER = Path(__file__).with_name("serving")
 LENDERS = {"cpu": "cpu"}
-"""Whose facts a chip without its own has, where it is not `LENDER`."""
+"""The chip whose facts a chip without its own borrows, where it is not `LENDER`."""
 LENDER = "h200-sxm"
 UNKNOWN = 0.25
-"""How far plans may be off where nobody has held them against a measured load, as a share."""
+"""Relative error of plans that were never compared with a measured load."""
 
 
 @dataclass(frozen=True)
@@ -28,23 +28,23 @@ class EngineFacts:
     profile: Profile
     chip: Chip
     own: bool
-    """Whether that is the chip which is planned."""
+    """Whether this is the chip that is planned for."""
 
     @property
     def error(self) -> float:
-        """How far a plan made of these facts may be off, as a share."""
+        """The expected relative error of a plan based on these facts."""
         return (self.profile.serve_error or UNKNOWN) if self.own else max(self.profile.serve_error, UNKNOWN)
 
     @property
     def origin(self) -> str:
-        """Where they are from, for people."""
+        """Where the facts come from, for people."""
         day = self.profile.date.partition("T")[0]
         whose = "" if self.own else "borrowed, "
         return f"{whose}measured on {self.profile.machine}, torch {self.profile.torch.partition('+')[0]}, {day}"
 
 
 def engine_facts(chip: Chip) -> EngineFacts:
-    """The facts for a chip: its profile's, the catalogue's, or those of the chip that lends."""
+    """The facts for a chip: from its profile, from the package, or borrowed from another chip."""
     if chip.profile is not None and chip.profile.decode:
         return EngineFacts(chip.profile, chip, True)
     name = next((each for each in (chip.name, chip.lender) if _measured(each)), LENDERS.get(chip.name, LENDER))

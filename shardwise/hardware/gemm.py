@@ -1,4 +1,4 @@
-"""How long a GEMM takes on the device, without the launch.
+"""Device time of a GEMM, without the launch.
 
 A library splits the output into tiles and distributes them over the chip's units; in the last wave some units idle. A small
 GEMM is also split along k (split-K), so that all units have work, at the cost of a reduction. Reading the inputs and writing
@@ -17,9 +17,9 @@ import numpy as np
 from shardwise.hardware.chips import ITEM_BYTES, POWER_EXPONENT, Chip, find_chip
 from shardwise.hardware.efficiency import constants, lender_of
 
-# Beyond the largest measured GEMMs, the droop of the clock stays as it was there.
+# Beyond the largest measured GEMMs, the clock droops no further.
 MOST_DOUBLINGS = 8.0
-# No clock rises further above that of the measurements: it has a highest step.
+# No clock rises further above that of the measurements, since a chip has a maximum clock.
 MOST_CLOCK = 1.12
 
 
@@ -27,16 +27,16 @@ MOST_CLOCK = 1.12
 class GemmConstants:
     """Fitted constants of one chip and dtype, relative to the chip's figures or in seconds."""
 
-    tiles: tuple[tuple[int, int, float], ...]  # rows, columns, share of the peak while it computes
-    depth: float  # steps of k that starting and ending a tile cost
+    tiles: tuple[tuple[int, int, float], ...]  # rows, columns, share of the peak while computing
+    depth: float  # cost of starting and ending a tile, in steps of k
     split_depth: float  # least k of a split-K slice
     split_seconds: float  # the reduction of split-K
     quantum: float  # share of the last wave's idle time that is lost
     memory: float  # share of the memory bandwidth
-    memory_ramp: float  # seconds until it is reached
-    norm: float  # how compute and memory time add up: 1 in sequence, infinity overlapped
+    memory_ramp: float  # seconds until that bandwidth is reached
+    norm: float  # p-norm that combines compute and memory time: 1 is sequential, infinity overlapped
     floor: float  # seconds of the smallest kernel
-    droop: float  # speed lost for each doubling of the work beyond droop_flops: the chip reaches its power limit
+    droop: float  # speed lost per doubling of the work beyond droop_flops: the chip reaches its power limit
     droop_flops: float
     grouped: float = 1.0  # speed of a grouped GEMM relative to a single one
 
@@ -49,14 +49,14 @@ def gemm_constants(chip: Chip, dtype: str) -> GemmConstants:
     return GemmConstants(**{**entry, "tiles": tuple((int(m), int(n), share) for m, n, share in entry["tiles"])})
 
 
-# Speed of a product whose width is no multiple of 128, of 16 or of 4 bytes, relative to one that is: measured on an H200 in
-# bfloat16 and float16 (`benchmarks/gpu/alignment.py`): 1800, 5400 and 7200 beside 1792, 5376, 7168 and 7232; heads of 100 to 110
-# beside 104 and 112, and 7204; 7201.
+# Speed of a GEMM whose width is not a multiple of 128, of 16 or of 4 bytes, relative to one that is. Measured on an
+# H200 in bfloat16 and float16 (`benchmarks/gpu/alignment.py`). 128 bytes: widths 1800, 5400 and 7200 against 1792,
+# 5376, 7168 and 7232. 16 bytes: heads of 100 to 110 against 104 and 112, and width 7204. 4 bytes: width 7201.
 LINE, VECTOR, WORD = 0.93, 0.32, 0.17
 
 
 def alignment(*widths: Any) -> Any:
-    """Share of its speed that a product of 16-bit numbers keeps with matrices of such widths: those along which they lie."""
+    """Share of its speed that a 16-bit GEMM keeps with matrices of these widths, the sizes of their contiguous dimensions."""
     share: Any = 1.0
     for width in widths:
         own = np.where(np.mod(width, 64) == 0, 1.0, LINE)
@@ -67,8 +67,8 @@ def alignment(*widths: Any) -> Any:
 
 @cache
 def held_clock(chip: Chip) -> float:
-    """How much higher a chip holds its clock than the one of its generation whose curves it borrows: by its power for each
-    operation, as a cap on power lowers it (`chips.py`)."""
+    """The sustained clock of a chip relative to the chip of its generation whose curves it borrows: it follows from the power per
+    operation, as under a power cap (`chips.py`)."""
     lender = lender_of("gemm", chip)
     if not lender or chip.lender:
         return 1.0
@@ -84,8 +84,8 @@ def gemm_seconds(
 ) -> Any:
     """Device time of `count` independent GEMMs of m×k by k×n in one kernel.
 
-    `sustained` is the clock in a long run relative to that in the measurements. Inputs are of `dtype`; outputs too, but of at
-    least two bytes.
+    `sustained` is the clock in a long run relative to that in the measurements. Inputs are of `dtype`; outputs too, but with at
+    least two bytes per element.
     """
     sustained = np.multiply(sustained, held_clock(chip))
     seconds = model_seconds(gemm_constants(chip, dtype), chip, m, n, k, dtype, count, sustained)
@@ -97,7 +97,7 @@ def gemm_seconds(
 def grouped_gemm_seconds(
     chip: Chip, tokens: Any, n: Any, k: Any, experts: Any, dtype: str = "bfloat16", sustained: Any = 1.0
 ) -> Any:
-    """Device time of one kernel that multiplies an even share of `tokens` rows by each expert's own k×n matrix."""
+    """Device time of one kernel that multiplies an equal share of `tokens` rows by each expert's own k×n matrix."""
     share = gemm_constants(chip, dtype).grouped
     rows = np.divide(tokens, experts)
     measured = chip.profile is not None and chip.profile.measures("grouped", dtype)
@@ -109,7 +109,7 @@ def grouped_gemm_seconds(
 def model_seconds(
     fitted: GemmConstants, chip: Chip, m: Any, n: Any, k: Any, dtype: str, count: Any = 1, sustained: Any = 1.0
 ) -> Any:
-    """The model itself, with any constants; the fit calls it."""
+    """The model itself, with any constants; also called by the fit."""
     m, n, k, count = (np.asarray(value, dtype=float) for value in (m, n, k, count))
     computing = _computing_seconds(fitted, chip.units, chip.speed(dtype) * np.asarray(sustained), m, n, k, count)
     item = ITEM_BYTES[dtype]
@@ -121,15 +121,15 @@ def model_seconds(
 
 
 def _computing_seconds(fitted: GemmConstants, units: int, speed: Any, m: Any, n: Any, k: Any, count: Any) -> Any:
-    """What the units need for the tiles, with the fastest tile shape."""
+    """Seconds the units need for all tiles, with the fastest tile shape."""
     best: Any = np.inf
     for rows, columns, share in fitted.tiles:
-        step = 2.0 * rows * columns * units / (share * speed)  # seconds a unit needs to advance a tile by one along k
-        tiles = np.maximum(np.ceil(m / rows) * np.ceil(n / columns) * count, 1.0)  # of an empty product one is started
+        step = 2.0 * rows * columns * units / (share * speed)  # seconds for one step of a tile along k
+        tiles = np.maximum(np.ceil(m / rows) * np.ceil(n / columns) * count, 1.0)  # an empty GEMM starts one
         full = tiles / units
         waves = np.maximum(full + fitted.quantum * (np.ceil(full) - full), 1.0)
         whole = waves * (k + fitted.depth) * step
-        parts = np.maximum(np.floor(units / tiles), 1e-9)  # below one: no unit is free, and split-K takes forever
+        parts = np.maximum(np.floor(units / tiles), 1e-9)  # below one: no unit is free, which rules split-K out
         depth = np.maximum(k / parts, np.minimum(k, fitted.split_depth))
         split = (depth + fitted.depth) * step + fitted.split_seconds
         best = np.minimum(best, np.minimum(whole, split))

@@ -1,8 +1,7 @@
 """A measured profile of this machine, as `shardwise bench` writes it, and how it corrects the catalogue.
 
-Each measured point gives a factor: measured over modelled time. A shape that was not measured takes the factors of the
-nearest measured ones, weighted by the distance of their log sizes. So the model keeps its form, and its level is the
-machine's.
+Each measured point has a factor: measured over modelled time. A shape that was not measured takes the factors of the nearest
+measured ones, weighted by the distance of their log sizes. So the model sets the form, and the measurements set the level.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
     from shardwise.hardware.cluster import Cluster
 
 LAYER = ("hidden", "ffn", "heads", "kv_heads", "head_dim")
-"""What a dense layer of a network is known by."""
-# The fields of each kind of point: sizes, then labels; `seconds` besides.
+"""The sizes that identify a dense layer."""
+# The fields of each kind of point: sizes, labels, and `seconds`.
 SIZES = {
     "gemm": ("m", "n", "k"),
     "grouped": ("tokens", "n", "k", "experts"),
@@ -46,7 +45,7 @@ LABELS = {
     "prompt": ("weights",),
     "pick": ("weights",),
 }
-# Facts of the whole profile: texts, then numbers.
+# Keys of the whole profile: texts, then numbers.
 TEXTS = ("machine", "chip", "torch", "date")
 SERVING = ("device_bytes", "library_bytes", "serve_step", "serve_sequence", "serve_mixed", "serve_layer", "serve_token",
            "serve_arrive", "serve_error")  # fmt: skip
@@ -68,47 +67,46 @@ class Profile:
     elementwise: tuple[dict[str, Any], ...] = ()
     collective: tuple[dict[str, Any], ...] = ()
     attention: tuple[dict[str, Any], ...] = ()
-    # Of the serving engine: seconds of a layer in a step that gives each sequence a token, with so many keys each; in a step of
-    # prompts, of so many tokens each and keys with those before; and seconds from the last layer to the tokens picked.
+    # Of the serving engine: seconds of a layer in a decode step, with `keys` keys per sequence; seconds of a layer in a
+    # prefill step, with `tokens` tokens per prompt and `keys` keys including earlier ones; and seconds from the last
+    # layer to the sampled tokens.
     decode: tuple[dict[str, Any], ...] = ()
     prompt: tuple[dict[str, Any], ...] = ()
     pick: tuple[dict[str, Any], ...] = ()
-    machine: str = ""  # as its maker or driver calls it
+    machine: str = ""  # the name its maker or driver uses
     chip: str = ""  # its name in the catalogue
     torch: str = ""
     date: str = ""
-    threads: float = 0  # of PyTorch on a CPU
-    kernel_seconds: float = 0  # a tiny operation, many back to back
+    threads: float = 0  # PyTorch threads on a CPU
+    kernel_seconds: float = 0  # of a tiny operation, many launched back to back
     launch: float = 0  # host seconds for each kernel that the planner counts in a training step; 0: not measured
     overhead: float = 0  # host seconds of a training step besides launches
-    layer_overhead: float = 0  # and of each layer of a rank, once a step: its optimizer
-    device_bytes: float = 0  # memory of the device as its driver counts it
-    library_bytes: float = 0  # what of it the driver, kernels' code and recorded steps take when an engine is ready
-    serve_step: float = 0  # host seconds of a step that decodes
-    serve_sequence: float = 0  # and for each of its sequences
+    layer_overhead: float = 0  # and per layer of a rank, once a step: its optimizer
+    device_bytes: float = 0  # memory of the device as its driver reports it
+    library_bytes: float = 0  # of these, taken by the driver, kernel code and CUDA graphs once an engine is ready
+    serve_step: float = 0  # host seconds of a decode step
+    serve_sequence: float = 0  # and per sequence
     serve_mixed: float = 0  # host seconds of a step with prompts
-    serve_layer: float = 0  # and for each layer, which is launched kernel by kernel
-    serve_token: float = 0  # and for each token of a prompt
+    serve_layer: float = 0  # and per layer, which is launched kernel by kernel
+    serve_token: float = 0  # and per prompt token
     serve_arrive: float = 0  # seconds from a client to the engine and back, over HTTP
-    serve_error: float = (
-        0  # how far the plan of a load was off that other points than its own were measured for, as a share
-    )
-    to_host_gbs: float = 0  # GB/s from the device to pinned memory of the host, and back
+    serve_error: float = 0  # relative error of the plan of a load on a network whose shape was not measured
+    to_host_gbs: float = 0  # GB/s from the device to pinned host memory, and back
     to_device_gbs: float = 0
-    host_update_gbs: float = 0  # GB/s that the host's threads read and write while they update an optimizer's states
+    host_update_gbs: float = 0  # GB/s that the host's threads read and write while they update optimizer state
     disk_gbs: float = (
-        0  # GB/s of the disk of the working directory, the mean of writing a file and reading it, past the page cache
+        0  # GB/s of the disk of the working directory, the mean of writing and reading a file, past the page cache
     )
     _factors: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` makes of these points, made once."""
+        """The result of `make`, computed once and cached."""
         if key not in self._factors:
             self._factors[key] = make()
         return self._factors[key]
 
     def gemm_factor(self, chip: Chip, m: Any, n: Any, k: Any, dtype: str, count: Any = 1) -> Any:
-        """The factor of a GEMM; several in one kernel count as one with as many more rows."""
+        """The factor of a GEMM; `count` GEMMs in one kernel count as one with `count` times the rows."""
         from shardwise.hardware.gemm import gemm_seconds
 
         plain = replace(chip, profile=None)
@@ -169,7 +167,7 @@ class Profile:
         )
 
     def collective_factor(self, cluster: Cluster, operation: str, bytes: Any, size: Any, stride: Any = 1) -> Any:
-        """The factor of a collective. They were measured inside a machine: a group that spans several is not corrected."""
+        """The factor of a collective. It was measured inside a machine: a group that spans several domains is not corrected."""
         from shardwise.hardware.collectives import collective_seconds
 
         plain = replace(cluster, profile=None)
@@ -217,7 +215,7 @@ def _interpolate(places: Any, logs: Any, wanted: Any) -> Any:
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Read a profile; everything wrong with it is reported at once."""
+    """Reads a profile; all its problems are reported at once."""
     where = str(path)
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -260,7 +258,7 @@ def dump_profile(profile: Profile) -> dict[str, Any]:
 
 
 def _check(kind: str, points: Any, where: str) -> list[Problem]:
-    """What is wrong with the points of one kind."""
+    """The problems of the points of one kind."""
     if not isinstance(points, list):
         return [Problem("has to be a list of points", kind, where)]
     problems = []

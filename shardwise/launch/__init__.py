@@ -1,1 +1,1 @@
-"""What a scheduler takes of a run: the job, and its text for Slurm, Kubernetes or torchrun. Pure functions, no torch."""
+"""Turns a run into a scheduler's job: the job, and its file for Slurm, Kubernetes or torchrun. Pure functions, no torch."""

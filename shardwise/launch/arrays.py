@@ -1,5 +1,5 @@
-"""Jobs of many like tasks as a Slurm array: those of a ladder, or those that prepare data. A task that is ended by Slurm is
-put back into the queue; what its command did before is kept by the command, which goes on where it stopped."""
+"""Jobs of many similar tasks as a Slurm array: those of a scaling ladder, or those that prepare data. A task that Slurm ends is
+requeued; its command keeps the work done so far and continues where it stopped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from shardwise.launch.job import scheduler_name
 
 TASK = "$SLURM_ARRAY_TASK_ID"
-"""The number of the task, for the command."""
+"""The task's number, for use in the command."""
 
 
 def array_script(
@@ -23,8 +23,8 @@ def array_script(
     cpus: int = 0,
     options: Sequence[str] = (),
 ) -> str:
-    """The file for `sbatch`: `commands` once for each task. `after` is a job that has to succeed first. What tasks print is
-    in the folder's `logs`, a file each."""
+    """The file for `sbatch`: runs `commands` once for each task. `after` is the id of a job that has to succeed first. Each task's
+    output goes to its own file in the folder's `logs`."""
     lines = [f"--job-name={scheduler_name(name)}", f"--array=0-{tasks - 1}", f"--ntasks={ranks}"]
     lines += [f"--cpus-per-task={cpus}"] * bool(cpus)
     lines += [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] * bool(after)

@@ -1,8 +1,8 @@
-"""A job: a run with the machines, folder, command and time that it is given, the same for every scheduler. And what the plan says
-of it beforehand: whether it fits, how long it takes, and so which time to ask for.
+"""A job: a run with its machines, folder, command and time limit, the same for every scheduler. And the plan's estimate of it:
+whether it fits, how long it takes, and so the time limit to request.
 
-The time asked for is that of all steps at the slow end of the plan's interval, with what failures, checkpoints and evaluations
-take, one start and a margin. Asking for too little costs a requeue, for too much a worse place in the queue.
+The requested time is that of all steps at the slow end of the plan's interval, plus failures, checkpoints and evaluations, one
+start and a margin. Requesting too little costs a requeue; requesting too much costs a worse place in the queue.
 """
 
 from __future__ import annotations
@@ -21,56 +21,56 @@ from shardwise.run.derive import planned_on_gpu
 
 MARGIN = 1.1
 ROUND = 300
-"""Seconds that a time limit is a multiple of."""
+"""Time limits are rounded up to a multiple of this many seconds."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the plan says of a job."""
+    """The plan's estimate of a job."""
 
     fits: bool
     memory: str
-    """A sentence on the fullest rank."""
+    """The memory of the fullest rank, as a sentence."""
     step_seconds: float
     expected: float
-    """Seconds of the whole job."""
+    """Expected seconds of the whole job."""
     limit: int
-    """Seconds to ask for."""
+    """The time limit to request, in seconds."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a scheduler has to know."""
+    """A run as a scheduler needs it."""
 
     run: Run
     name: str
     run_file: Path
     folder: Path
-    """The run folder. It and the run's file are absolute."""
+    """The run folder. It and `run_file` are absolute paths."""
     work: Path
-    """Where the command is started, since paths in a run are relative to it."""
+    """The working directory of the command; paths in a run are relative to it."""
     command: tuple[str, ...]
-    """How `shardwise` is called on the machines."""
+    """The command line that calls `shardwise` on the machines."""
     overrides: tuple[str, ...] = ()
     limit: int = 0
-    """Seconds; 0: what the scheduler gives by default."""
+    """The time limit in seconds; 0: the scheduler's default."""
     image: str = ""
     mounts: tuple[str, ...] = ()
     cpus_per_rank: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     options: tuple[str, ...] = ()
-    """For the scheduler, as it spells them."""
+    """Options for the scheduler, in its own spelling."""
     notes: tuple[str, ...] = ()
-    """What was planned, for the head of the file."""
+    """The plan's figures, for comments at the top of the file."""
 
     @property
     def nodes(self) -> int:
-        """Machines."""
+        """The number of machines."""
         return self.run.cluster.nodes
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks on each of them."""
+        """The number of ranks on each machine."""
         return self.run.cluster.devices_per_node
 
     @property
@@ -80,26 +80,26 @@ class Job:
 
     @property
     def train(self) -> str:
-        """The command of a rank, for a shell."""
+        """The shell command of a rank."""
         return shlex.join([*self.command, "train", str(self.run_file), "--out", str(self.folder), *self.overrides])
 
 
 def scheduler_name(name: str) -> str:
-    """The name of a run as a label of DNS (RFC 1035), which Kubernetes demands and Slurm takes."""
+    """The name of a run as a DNS label (RFC 1035), which Kubernetes requires and Slurm accepts."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     label = label if label[:1].isalpha() else f"run-{label}".rstrip("-")
     return label[:40].rstrip("-")
 
 
 def estimate(run: Run) -> Estimate | None:
-    """What the plan says of a run as a job; None where the run does not name the chip, so that nothing can be said."""
+    """The plan's estimate of a run as a job; None if the run does not name the chip, so that no estimate is possible."""
     if not run.cluster.chip:
         return None
     found = plan(run)
     cost, train, account = found.cost, run.train, found.account
-    # Forward passes alone, a third of a step's work.
+    # An evaluation has forward passes only: a third of a step's work.
     sequences = train.eval_sequences
-    if train.samples:  # a pass of every rank's microbatch for each token of as many samples
+    if train.samples:  # a microbatch of samples takes one forward pass of every rank's microbatch per token
         rounds = -(-train.samples // max(1, train.microbatch)) * train.sample_tokens
         sequences += rounds * max(1, train.microbatch) * run.layout.data_ranks
     each = account.step_seconds / 3 * sequences / train.global_batch
@@ -119,7 +119,7 @@ def estimate(run: Run) -> Estimate | None:
 
 
 def parse_time(text: str) -> int:
-    """Seconds of a time limit as Slurm writes them: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
+    """The seconds of a time limit in one of Slurm's formats: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if not found:
         reason = f'"{text}" is no time limit such as 90 (minutes), 12:00:00 or 2-00:00:00'
@@ -137,12 +137,12 @@ def parse_time(text: str) -> int:
 
 
 def time_text(seconds: int) -> str:
-    """A time limit as Slurm reads it, D-HH:MM:SS."""
+    """A time limit in Slurm's format, D-HH:MM:SS."""
     days, rest = divmod(seconds, 86400)
     clock = f"{rest // 3600:02d}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
     return f"{days}-{clock}" if days else clock
 
 
 def requeues(expected: float, start: float, limit: int) -> int:
-    """How often a job comes back to the queue until it is done, where each time it starts anew and ends at the limit."""
+    """How often a job is requeued until it is done, if each time it spends `start` seconds starting and ends at the limit."""
     return max(0, math.ceil((expected - start) / max(60.0, limit - start)) - 1)

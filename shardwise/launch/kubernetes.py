@@ -1,9 +1,9 @@
-"""The objects that Kubernetes takes: a JobSet (jobset.x-k8s.io/v1alpha2) or a Kubeflow TrainJob (trainer.kubeflow.org/v1alpha1).
+"""The objects for Kubernetes: a JobSet (jobset.x-k8s.io/v1alpha2) or a Kubeflow TrainJob (trainer.kubeflow.org/v1alpha1).
 
-A pod is a machine. In it runs `shardwise train` itself, which meets the others at the first pod and starts its ranks: so a rank
-that dies is restarted within seconds, and a pod that is told to end saves within its grace period. It then ends with exit code
-75, which the pod failure policy turns into a restart of the JobSet that does not count, as that of an evicted pod; other failures
-count. The run travels in the object, as a variable, so that the file is all there is.
+A pod is a machine. It runs `shardwise train` itself, which meets the other pods at the first one and starts its own ranks: so a
+rank that dies is restarted within seconds, and a pod that is asked to end saves within its grace period. It then exits with code
+75. The pod failure policy turns this, like an eviction, into a restart of the JobSet that does not count against its limit; other
+failures count. The run is embedded in the object as an environment variable, so that no other file is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.train.faults.stop import PREEMPTED
 PORT = 29500
 GPU = "nvidia.com/gpu"
 GRACE = 30
-"""Seconds besides `train.save_deadline` that a pod has to end."""
+"""Seconds that a pod has to end, in addition to `train.save_deadline`."""
 RUN_VARIABLE = "SHARDWISE_RUN"
 RUNTIME = "torch-distributed"
 """The runtime that Kubeflow installs for PyTorch."""
@@ -30,7 +30,7 @@ PLACE = "/runs"
 
 @dataclass(frozen=True)
 class Cluster:
-    """What Kubernetes needs besides the job."""
+    """Kubernetes settings besides the job."""
 
     claim: str = ""
     """The volume claim for run folders, mounted at `place` on every pod."""
@@ -93,7 +93,7 @@ def jobset(job: Job, cluster: Cluster) -> dict[str, Any]:
 
 
 def trainjob(job: Job, cluster: Cluster) -> dict[str, Any]:
-    """The TrainJob of a job; Kubeflow makes a JobSet of it and sets PET_ variables in its pods."""
+    """The TrainJob of a job; Kubeflow turns it into a JobSet and sets PET_ variables in its pods."""
     spec: dict[str, Any] = {
         "runtimeRef": {
             "name": cluster.runtime,
@@ -132,7 +132,7 @@ def _metadata(job: Job, cluster: Cluster) -> dict[str, Any]:
 
 
 def _command(job: Job, cluster: Cluster, meeting: str) -> list[str]:
-    """A shell that writes the run and becomes the trainer; `meeting` is a word of that shell."""
+    """A shell command that writes the run's file and then becomes the trainer; `meeting` is the rendezvous as a shell word."""
     folder = f"{cluster.place}/{job.run.name}"
     train = shlex.join([*job.command, "train", "/tmp/run.toml", "--out", folder])
     meet = f" --cluster.rendezvous={meeting}" if job.nodes > 1 else ""
@@ -152,7 +152,7 @@ def _resources(job: Job) -> dict[str, Any]:
 
 
 def _mounts(cluster: Cluster) -> list[dict[str, str]]:
-    # Ranks of a machine share memory with each other (NCCL, the loader), for which a container has 64 MB by default.
+    # Ranks of a machine use shared memory (NCCL, the loader), of which a container has only 64 MB by default.
     shared = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     return shared + ([{"name": "runs", "mountPath": cluster.place}] if cluster.claim else [])
 
@@ -169,7 +169,7 @@ def text(document: dict[str, Any], notes: tuple[str, ...] = ()) -> str:
 
 
 def _yaml(value: Any, depth: int) -> Iterator[str]:
-    """Lines of a mapping or list; keys are plain words, and a scalar in JSON is one in YAML. Text of several lines is a block."""
+    """The YAML lines of a mapping or list. Keys are plain words, and a JSON scalar is a YAML scalar. Multi-line text is a block."""
     pad = "  " * depth
     pairs = value.items() if isinstance(value, dict) else ((None, item) for item in value)
     for name, item in pairs:
@@ -179,7 +179,7 @@ def _yaml(value: Any, depth: int) -> Iterator[str]:
             yield from (f"{pad}  {line}" if line else "" for line in item.rstrip("\n").split("\n"))
         elif isinstance(item, dict | list) and item:
             below = list(_yaml(item, depth + 1))
-            if name is None:  # the first line of what is in a list stands beside its dash
+            if name is None:  # the first line of a list item stands beside its dash
                 below[0] = f"{head} {below[0].lstrip()}"
                 yield from below
             else:

@@ -1,9 +1,9 @@
-"""The script that `sbatch` takes: one task of `srun` for each rank, in Slurm's own order of machines.
+"""The script for `sbatch`: one `srun` task for each rank, in Slurm's own order of machines.
 
-A run that is told to stop saves and ends with exit code 75; the script then puts the job back into the queue, where it goes on.
-That happens ahead of the time limit (`--signal`), on preemption, and when somebody signals a rank. Where Slurm ends the job itself,
-because it is cancelled or a machine is lost, the script leaves the job to Slurm, which requeues what is to be requeued. Any other
-failure starts the ranks again in the same allocation, as often as `train.restarts` allows without a new checkpoint in between.
+A run that is asked to stop saves and exits with code 75; the script then requeues the job, which resumes when it starts again. That
+happens ahead of the time limit (`--signal`), on preemption, and when a user signals a rank. If Slurm ends the job itself, because
+it is cancelled or a machine is lost, the script leaves it to Slurm whether to requeue the job. After any other failure the script
+starts the ranks again in the same allocation, up to `train.restarts` times without a new checkpoint in between.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from shardwise.train.faults.ranks import DOUBLINGS, MISTAKE
 from shardwise.train.faults.stop import PREEMPTED
 
 EARLY = 90
-"""Seconds besides `train.save_deadline` that the signal comes ahead of the limit: Slurm may send it a minute late."""
+"""Seconds, in addition to `train.save_deadline`, that the signal comes ahead of the limit: Slurm may send it a minute late."""
 WAIT = 60
-"""Seconds that the other ranks have to end when the first one has."""
+"""Seconds that the other ranks have to end after the first one has ended."""
 
 
 def log_file(job: Job) -> str:
-    """Where Slurm writes what the job prints; it replaces %j by the job's number."""
+    """The file for the job's output; Slurm replaces %j by the job's number."""
     return str(job.folder / "logs" / "slurm-%j.out")
 
 

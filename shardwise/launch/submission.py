@@ -1,4 +1,4 @@
-"""What was submitted of a run: a small record in its folder, and the scheduler's own commands to submit, follow and cancel it."""
+"""The submitted jobs of a run: a small record in its folder, and the scheduler's own commands to submit, follow and cancel jobs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ RECORD = "submitted.json"
 
 @dataclass(frozen=True)
 class Submission:
-    """A job that a scheduler has taken."""
+    """A job that a scheduler has accepted."""
 
     on: str
     id: str
-    """Slurm's number of the job, or the name of the object."""
+    """Slurm's job number, or the name of the Kubernetes object."""
     file: str
     submitted: str
     log: str = ""
@@ -32,12 +32,12 @@ class Submission:
 
 
 def record_path(folder: Path) -> Path:
-    """Where a run folder keeps what was submitted."""
+    """The file in a run folder that records its submitted jobs."""
     return folder / FOLDER / RECORD
 
 
 def submissions(folder: Path) -> list[Submission]:
-    """All that was submitted from a run folder, oldest first."""
+    """All jobs submitted from a run folder, oldest first."""
     path = record_path(folder)
     try:
         return [Submission(**each) for each in json.loads(path.read_text())]
@@ -50,7 +50,7 @@ def submissions(folder: Path) -> list[Submission]:
 
 
 def last(folder: Path) -> Submission:
-    """The last one, or a sentence that there is none."""
+    """The last submitted job; raises a `UserError` if there is none."""
     found = submissions(folder)
     if not found:
         raise UserError(
@@ -60,7 +60,7 @@ def last(folder: Path) -> Submission:
 
 
 def submit(on: str, file: Path, folder: Path, *, log: str = "", kind: str = "", namespace: str = "") -> Submission:
-    """Give the file to the scheduler and note what it became."""
+    """Submit the file to the scheduler and record the job."""
     if on == "slurm":
         number = _call(["sbatch", "--parsable", str(file)]).strip().partition(";")[0]
         found = Submission(on, number, str(file), _now(), log.replace("%j", number))
@@ -74,7 +74,7 @@ def submit(on: str, file: Path, folder: Path, *, log: str = "", kind: str = "", 
 
 
 def status(job: Submission) -> str:
-    """What the scheduler says of it, in a line."""
+    """The job's status at the scheduler, in one line."""
     if job.on == "slurm":
         said = _call(["scontrol", "show", "job", job.id], "is known to Slurm no more; `sacct -j` may still have it")
         found = dict(re.findall(r"(\w+)=(\S+)", said.partition("\n\n")[0]))
@@ -94,7 +94,7 @@ def status(job: Submission) -> str:
 
 
 def cancel(job: Submission) -> str:
-    """End it."""
+    """Cancel the job; returns a message."""
     if job.on == "slurm":
         _call(["scancel", job.id])
     else:
@@ -103,7 +103,7 @@ def cancel(job: Submission) -> str:
 
 
 def logs(job: Submission, lines: int) -> str:
-    """The last lines that it printed."""
+    """The last lines of the job's output."""
     if job.on == "slurm":
         try:
             return "\n".join(Path(job.log).read_text(errors="replace").splitlines()[-lines:])
@@ -122,7 +122,7 @@ def _now() -> str:
 
 
 def _call(command: Sequence[str], otherwise: str = "") -> str:
-    """What a scheduler's command prints; its complaint as a sentence."""
+    """The output of a scheduler's command; its error becomes a `UserError`."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""The lines that start a run on a list of hosts with torchrun: one for each, to be run there at the same time.
+"""The commands that start a run on a list of hosts with torchrun: one for each host, to be run at the same time.
 
-Torchrun has no queue, no time limit and no requeue. It ends ranks 30 seconds after it is told to stop; a run that needs longer to
+Torchrun has no queue, no time limit and no requeue. It kills ranks 30 seconds after it is asked to stop; a run that needs longer to
 save is better started with `cluster.rendezvous`, as docs/clusters.md shows.
 """
 
@@ -15,7 +15,7 @@ PORT = 29500
 
 
 def lines(job: Job, hosts: Sequence[str]) -> list[str]:
-    """The command of each host, the first of which all others must reach."""
+    """The command of each host. All hosts must be able to reach the first one."""
     python = job.command[0]
     found = []
     for node, host in enumerate(hosts):
@@ -36,7 +36,7 @@ def lines(job: Job, hosts: Sequence[str]) -> list[str]:
 
 
 def script(job: Job, hosts: Sequence[str]) -> str:
-    """A file that starts all of them and waits; its exit code is that of the first host in the list that fails."""
+    """A script that starts all commands and waits for them; its exit code is that of the first host in the list that fails."""
     every = [f"{line} &\npids+=($!)" for line in lines(job, hosts)]
     notes = [f"# {note}" for note in job.notes]
     end = ["code=0", 'for pid in "${pids[@]}"; do wait "$pid" || code=$((code ? code : $?)); done', "exit $code", ""]

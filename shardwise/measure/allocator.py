@@ -1,5 +1,5 @@
-"""Records the history of the CUDA allocator over a run's steps, with what the allocator does not know: the pass and the module that
-ran, and whose the tensors are that stay. `shardwise trace` tells from it who held memory when."""
+"""Records the history of the CUDA allocator over a run's steps, with what the allocator does not know: the pass and module that
+ran, and the owners of persistent tensors. From it `shardwise trace` shows who held memory when."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORWARD, BACKWARD, OPTIMIZER, OTHER = "forward", "backward", "optimizer", "other
 
 
 class Marks(Observer):
-    """What runs from when on: microseconds, pass, and the layer."""
+    """When each pass and layer starts to run: microseconds, pass, layer."""
 
     def __init__(self, names: dict[nn.Module, str]) -> None:
         self.names = names
@@ -41,12 +41,12 @@ class Marks(Observer):
             self.end()
 
     def begin(self, which: str, name: str) -> None:
-        """This runs now."""
+        """From now on this pass and layer run."""
         self.open.append((which, name))
         self._mark()
 
     def end(self) -> None:
-        """What ran before it runs again."""
+        """The enclosing pass and layer run again."""
         self.open.pop()
         self._mark()
 
@@ -60,7 +60,7 @@ class Marks(Observer):
         return self._inside(BACKWARD, module)
 
     def recompute(self, module: nn.Module) -> Any:
-        # What a layer saves once more is held until its own backward pass, like any other activation.
+        # The tensors that a recomputed layer saves are held until its own backward pass, like any other activation.
         return self._inside(FORWARD, self.names.get(module, ""))
 
 
@@ -84,8 +84,8 @@ def marked(train_state: TrainState) -> Iterator[Marks]:
 
 @contextlib.contextmanager
 def allocator_history(train_state: TrainState) -> Iterator[dict[str, Any]]:
-    """While it is open, the CUDA allocator records its history; the dict yielded is filled at the end, and stays empty without a
-    GPU."""
+    """While it is open, the CUDA allocator records its history. The yielded dict is filled at the end; without a GPU it stays
+    empty."""
     found: dict[str, Any] = {}
     device = train_state.device
     if device.type != "cuda":
@@ -103,7 +103,7 @@ def allocator_history(train_state: TrainState) -> Iterator[dict[str, Any]]:
 
 
 def owners_of(train_state: TrainState) -> dict[int, str]:
-    """Addresses of tensors that stay, and whose they are."""
+    """Addresses of persistent tensors, and their owners."""
     owned = {
         "parameters": parameters_of(train_state),
         "gradients": [x for x in gradients_of(train_state) if x is not None],

@@ -1,5 +1,6 @@
-"""The coordinate check of a parametrization (Yang et al. 2022, appendix D.1): how far some steps move what each part of a model
-computes, at several widths. Where learning rates transfer, that is the same at every width: the slope over log width is zero."""
+"""The coordinate check of a parametrization (Yang et al. 2022, appendix D.1): how much a few steps change the output of each part
+of a model, at several widths. If learning rates transfer, the change is the same at every width: its slope over log width is
+zero."""
 
 from __future__ import annotations
 
@@ -19,25 +20,25 @@ from shardwise.run.config import ModelConfig
 from shardwise.train.step import TrainState
 
 PROBE = 1_000_000
-"""The sample after which those lie that activations are compared on; training does not come so far."""
+"""Index of the first sample on which activations are compared; training does not get that far."""
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Root mean square of the change of each part's output, by width; the mean over seeds."""
+    """Root mean square change of each part's output, by width; the geometric mean over seeds."""
 
     widths: list[int]
     changes: dict[str, list[float]]
 
     @property
     def slopes(self) -> dict[str, float]:
-        """Of log change over log width."""
+        """Slopes of log change over log width."""
         x = np.log(self.widths)
         return {name: float(np.polyfit(x, np.log(values), 1)[0]) for name, values in self.changes.items()}
 
 
 def of_width(run: Run, width: int) -> Run:
-    """The run with another hidden size: its other widths grow with it, and heads keep their size."""
+    """The run with another hidden size. Its other widths scale with it; the head size stays."""
     model = run.model
     share = width / model.hidden
     heads, kv = model.heads * share, model.kv_heads * share
@@ -57,7 +58,7 @@ def of_width(run: Run, width: int) -> Run:
 def coordinates(
     run: Run, widths: Sequence[int], steps: int, seeds: int = 1, tell: Callable[[str], None] = lambda text: None
 ) -> Coordinates:
-    """Train some steps at every width, on the run's data."""
+    """Train some steps at each width, on the run's data."""
     if run.layout.world > 1:
         raise UserError(Problem("a coordinate check runs on one device: leave the layout out", "layout"))
     changes: dict[str, list[float]] = {}
@@ -88,7 +89,8 @@ def _changes(run: Run, steps: int) -> dict[str, float]:
 
 @torch.no_grad()
 def _outputs(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
-    """What each part computes: the embedding, attention and feed-forward of each layer, the stream after it, and the logits."""
+    """The output of each part: the embedding, attention and feed-forward of each layer, the residual stream after it, the
+    logits."""
     found: dict[str, Tensor] = {}
     model.eval()
     with _kept(model, found):

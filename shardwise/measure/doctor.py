@@ -1,6 +1,6 @@
-"""What works on this machine, what will fail, and how to fix it: the state of Python, PyTorch, GPUs, limits, disk and clock.
+"""Checks this machine: what works, what will fail, and how to fix it. Looks at Python, PyTorch, GPUs, limits, disk and clock.
 
-A finding is `good`, a `note` (something will be slower, or an option is not there) or `bad`: what is named will fail.
+A finding is `good`, a `note` (something will be slower, or an option is missing) or `bad` (the thing named will fail).
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ NEEDED_BY = {
 }  # fmt: skip
 GIB = 2**30
 WRITTEN = 32 * 2**20
-"""Bytes that are written to see how fast a disk is."""
+"""Bytes written to measure the speed of a disk."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     topic: str
     name: str
     value: str
     state: str = "good"
     mend: str = ""
-    """What to do where it is not good."""
+    """How to fix it if it is not good."""
 
 
 def examine(versions: dict[str, str], built_for: str, folder: Path) -> list[Finding]:
-    """Everything; `versions` are those of packages, empty for what is not installed."""
+    """Run every check; `versions` are those of the packages, "" for one that is not installed."""
     found = [*_python(), *_packages(versions)]
     if versions["torch"]:
         found += [*_torch(versions["torch"], built_for), *_gpus(built_for)]
@@ -134,7 +134,7 @@ SMI = ("index", "clocks.sm", "clocks.max.sm", "temperature.gpu", "power.limit", 
 
 
 def _nvidia_smi() -> list[list[str]]:
-    """What the driver says of each card; nothing where there is no driver."""
+    """The driver's report on each card; empty without a driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -235,7 +235,7 @@ def _network() -> Iterator[Finding]:
 
 
 def as_json(findings: list[Finding], versions: dict[str, str]) -> dict[str, Any]:
-    """For programs."""
+    """The findings as JSON data."""
     return {
         "good": not any(each.state == "bad" for each in findings),
         "versions": versions,

@@ -1,8 +1,8 @@
 """One rank of a job of any size on this machine, with fake tensors and a fake process group.
 
-The trainer itself runs, with the layout's own mesh, sharding, schedule and messages; only the data is missing. So shapes are
-checked, and FLOPs, traffic and memory counted, before a single device is rented. Routing is made even for measuring, here and
-on real ranks, so that the cost of experts depends on the layout alone.
+The trainer itself runs, with the layout's own mesh, sharding, schedule and messages; only the data is missing. This checks shapes
+and counts FLOPs, traffic and memory before a single device is rented. For measuring, here and on real ranks, tokens are routed
+evenly, so that the cost of experts depends on the layout alone.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from shardwise.train.step import TrainState
 
 
 def _even(run: Run, index: int, counts: Tensor, total: int) -> list[list[int]]:
-    """The counts of an even load, in place of those that the host would read: of the rows of each expert; or of those that go to
-    each rank of experts and, of all ranks the same, to the one of that index."""
+    """The counts of an even load, replacing those that the host would read. Two rows of counts are an all-to-all's: the rows sent
+    to each expert rank, and the rows received from each, where every rank sends the same to rank `index`. Otherwise they are the
+    rows of each expert."""
     rows, parts = counts.shape
     slices = _slices(run) if rows == 2 else 1
     own = total // slices
@@ -37,13 +38,13 @@ def _even(run: Run, index: int, counts: Tensor, total: int) -> list[list[int]]:
 
 
 def _slices(run: Run) -> int:
-    """Tensor ranks whose rows each of them has."""
+    """The number of tensor ranks whose rows each tensor rank holds."""
     return run.layout.tensor if run.layout.expert_tensor else 1
 
 
 @contextlib.contextmanager
 def dry_rank(run: Run, rank: int, watched: AbstractContextManager[Any] | None = None) -> Iterator[TrainState]:
-    """The train state of one rank, without data; `watched` is open while it is built, and sees initial values drawn."""
+    """The train state of one rank, without data. `watched` is open while it is built, and sees the initial values being drawn."""
     world = run.layout.world
     if world > 1 or run.layout.offload:
         fake_process_group(rank, world)
@@ -72,15 +73,16 @@ def dry_rank(run: Run, rank: int, watched: AbstractContextManager[Any] | None = 
 
 
 def _accepted(run: Run, weights: Tensor) -> Tensor:
-    """As many choices as experts accept of an even load, in place of those that have a weight."""
+    """As many choices as experts accept of an even load, instead of those with a nonzero weight."""
     part, length = accepted_choices(run.model, run.train.seq_len), run.train.seq_len * run.model.experts_per_token
     slices = _slices(run)
     return torch.arange(slices * (len(weights) // slices * part // length), device=weights.device)
 
 
 def _round_robin(length: int, ranks: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """A forward hook that replaces a router's choices by the experts round-robin, so that those of all `ranks` take turns. Of
-    sequences of that length, experts with a capacity below that load accept as many of each rank's choices as of any other's."""
+    """A forward hook that replaces a router's choices by the experts in round-robin order, alternating between the experts of all
+    `ranks`. If the experts' capacity is below that load, the accepted choices are spread evenly over each sequence of `length`
+    tokens, so that every rank has the same number."""
 
     def route(router: nn.Module, args: Any, routed: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(router, Router)
@@ -91,7 +93,7 @@ def _round_robin(length: int, ranks: int) -> Callable[..., tuple[Tensor, Tensor,
             part, whole = accepted_choices(c, length), length * c.experts_per_token
             kept = (order + 1) * part // whole > order * part // whole
             order = kept.cumsum(0) - 1
-            # The values alone: what the backward pass has saved stays as it is.
+            # Change the values only: the tensors saved for the backward pass stay as they are.
             weights.data.copy_(torch.where(kept.view_as(chosen), weights.data.clamp_min(1e-3), 0.0))
         turn = order.view_as(chosen) % c.experts
         return weights, turn % ranks * (c.experts // ranks) + turn // ranks, auxiliary

@@ -1,9 +1,9 @@
-"""Labels on the steps of a train state while a profile is recorded: actions, phases, modules and messages (`shardwise.labels`).
+"""Labels the steps of a train state while a profile is recorded: actions, phases, modules and messages (`shardwise.labels`).
 
-An observer, hooks and kernels of collectives add them and are removed again, so a run without a profiler pays nothing. A
+An observer, hooks and kernels of collectives add the labels and are removed again, so a run without a profiler pays nothing. A
 module's label encloses its forward pass and its hooks, also where the pass is recomputed. In the backward pass autograd's nodes
-have the sequence numbers that the forward pass gave them, so a reader of the profile knows their module. Only what has no number
-is labelled there: gradient accumulation, deferred weight gradients, and the all-gathers and reduce-scatters of `fully_shard`. A
+have the sequence numbers of the forward pass, so a reader of the profile knows their module. Only work without such a number is
+labelled there: gradient accumulation, deferred weight gradients, and the all-gathers and reduce-scatters of `fully_shard`. A
 compiled block is one label, since labels inside of it would be compiled too.
 """
 
@@ -44,8 +44,8 @@ SENDING = ("allreduce_", "_allgather_base_", "allgather_", "_reduce_scatter_base
 
 
 def span(kind: str, *words: object) -> Any:
-    """A label around what happens while it is open: a microsecond, a tenth of `torch.profiler.record_function`, as there are
-    hundreds of them in a pass."""
+    """A label around the code that runs while it is open. It takes only a microsecond, a tenth of
+    `torch.profiler.record_function`, since a pass has hundreds of them."""
     return fast_record_function(label(kind, *words))
 
 
@@ -53,8 +53,8 @@ def span(kind: str, *words: object) -> Any:
 def labelled_messages(train_state: TrainState) -> Iterator[TrafficCounter]:
     """While it is open, collectives carry labels and are counted.
 
-    A dispatch mode, as in `TrafficCounter`, would slow every operator and so the step that is recorded. Here the collectives
-    alone get a kernel above those of their devices, where autograd's would be if they had one.
+    A dispatch mode, as in `TrafficCounter`, would slow every operator and so the recorded step. Here only the collectives get an
+    extra kernel, above their device kernels: at the autograd key, which they do not use.
     """
     counter = TrafficCounter(train_state.mesh.axes_by_group())
     library = torch.library.Library("c10d", "IMPL")
@@ -82,7 +82,7 @@ def labelled_messages(train_state: TrainState) -> Iterator[TrafficCounter]:
 
 
 def labelled_modules(train_state: TrainState) -> dict[nn.Module, str]:
-    """Modules of a rank that get a label, and their names in the whole model."""
+    """The modules of a rank that get a label, with their names in the full model."""
     names = module_names(train_state)
     if compiles(train_state.run, gpu=train_state.device.type == "cuda"):
         for model in train_state.parallel.models:
@@ -93,7 +93,7 @@ def labelled_modules(train_state: TrainState) -> dict[nn.Module, str]:
 
 @contextlib.contextmanager
 def labelled(train_state: TrainState) -> Iterator[TrafficCounter]:
-    """While it is open, steps carry labels; yields the counter of what they send."""
+    """While it is open, steps carry labels; yields the counter of their messages."""
     with contextlib.ExitStack() as stack:
         names = labelled_modules(train_state)
         stack.enter_context(train_state.observers.watched_by(Labels(names)))
@@ -124,7 +124,7 @@ class Labels(Observer):
 
 
 def _modules(names: dict[nn.Module, str], stack: contextlib.ExitStack) -> None:
-    """Around each module's hooks and forward pass."""
+    """Label each module's forward pass and hooks."""
     for module, name in names.items():
         opened: list[Any] = []
 
@@ -136,19 +136,19 @@ def _modules(names: dict[nn.Module, str], stack: contextlib.ExitStack) -> None:
             opened.pop().__exit__(None, None, None)
 
         stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-        # Also when a recomputed pass stops early, once it has what it needs.
+        # `always_call`: a recomputed pass stops early, with an exception, once it has the tensors it needs.
         stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
 
 def _sharded(model: Transformer, names: dict[nn.Module, str], stack: contextlib.ExitStack) -> None:
-    """What `fully_shard` does in the backward pass."""
+    """Label the all-gathers and reduce-scatters of `fully_shard` in the backward pass."""
     for module, group in sharded_groups(model):
         stack.enter_context(sharded_backward_inside(group, partial(span, "module", names.get(module, ROOT))))
 
 
 def _accumulated(model: Transformer, stack: contextlib.ExitStack) -> None:
-    """Label the nodes that accumulate gradients, which have no sequence number: those of unsharded parameters, which `fully_shard`
-    creates in its first pass."""
+    """Label the nodes that accumulate gradients, which have no sequence number: those of the unsharded parameters, which
+    `fully_shard` creates in its first pass."""
     owners = {module: name for name, module in model.named_modules()}
     unsharded: dict[Tensor, str] = {
         p: name.rpartition(".")[0] for name, p in model.named_parameters() if not isinstance(p, DTensor)

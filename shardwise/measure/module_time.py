@@ -1,8 +1,8 @@
-"""Time by module, from a profile just recorded in this process: the same as `shardwise trace` reads from the file, for machines
-without the packages that read traces.
+"""Time by module, from a profile just recorded in this process. `shardwise trace` reads the same from the file; this is for
+machines without the packages that read traces.
 
-Time is that of kernels on a GPU and of operators on a CPU, without communication. An operator belongs to the innermost label
-around it, or to the module whose forward pass created its autograd node; without either it is unlabelled.
+Time is kernel time on a GPU and operator time on a CPU, without communication. An operator belongs to the innermost label around
+it, or to the module whose forward pass created its autograd node; without either it is unlabelled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.labels import read_label
 
 UNLABELLED = "(unlabelled)"
 BACKWARD_SCOPE = 1
-"""How PyTorch marks what autograd runs (`RecordScope::BACKWARD_FUNCTION`)."""
+"""PyTorch's scope of the functions that autograd runs (`RecordScope::BACKWARD_FUNCTION`)."""
 COMMUNICATION = ("nccl", "c10d::", "_c10d_functional::", "gloo:", "rccl")
 
 Node = tuple[int, int]
@@ -36,15 +36,15 @@ def module_times(events: Iterable[Any]) -> dict[str, dict[str, float]]:
 
 
 def _own_seconds(event: Any) -> float:
-    """The self time of an event: of its kernels where it launched any, otherwise on the host."""
+    """The self time of an event: its kernels' time if it launched any, otherwise host time."""
     if event.name.startswith(COMMUNICATION) or "CPU" not in str(event.device_type):
         return 0.0
-    # A range that is an annotation is drawn on the device as well, over the kernels in it.
+    # A user annotation also appears on the device, over the kernels inside it.
     if event.is_user_annotation or event.name.startswith("ProfilerStep"):
         return 0.0
     if event.use_device:
         return sum(k.duration for k in event.kernels if not k.name.startswith(COMMUNICATION)) / 1e6
-    if read_label(event.name) is not None or any(map(_sends, event.cpu_children)):  # the latter waits for what it sent
+    if read_label(event.name) is not None or any(map(_sends, event.cpu_children)):  # the latter waits for its message
         return 0.0
     return max(0.0, event.self_cpu_time_total / 1e6)
 
@@ -68,8 +68,8 @@ def _label_of(event: Any) -> str | None:
 
 
 def _makers(events: list[Any]) -> dict[Node, str]:
-    """The module that created each autograd node. An operator records the sequence number of the next node, so the last operator
-    with a number created the node."""
+    """The module that created each autograd node. An operator records the sequence number of the next node to be created, so the
+    last operator with a given number created that node."""
     forward = [e for e in events if e.sequence_nr >= 0 and not _of_node(e)]
     makers: dict[Node, str] = {}
     for event in sorted(forward, key=lambda e: e.time_range.start):

@@ -1,8 +1,8 @@
 """The critical batch from the noise of gradients (McCandlish et al. 2018, appendix A.1).
 
-The squared norm of a gradient over B sequences is |G|^2 + S / B: what all sequences agree on, and the variance of one. Two sizes of
-batch give both. Their ratio S / |G|^2 is the batch beyond which more sequences a step save few steps; it grows while a model
-learns."""
+The expected squared norm of a gradient over B sequences is |G|^2 + S / B: the squared norm of the true gradient, plus the variance
+of one sequence's gradient over B. Two batch sizes determine both. The ratio S / |G|^2 is the batch beyond which more sequences a
+step save few steps; it grows as the model learns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.train.step import TrainState
 
 @dataclass(frozen=True)
 class Noise:
-    """What was measured after so many steps; the batch in tokens."""
+    """The measurement after `step` steps; the critical batch is in tokens."""
 
     step: int
     loss: float
@@ -27,13 +27,13 @@ class Noise:
     signal: float
     """|G|^2."""
     variance: float
-    """S, of one sequence."""
+    """S, the variance of one sequence's gradient."""
 
 
 def measure_noise(
     run: Run, steps: int, draws: int = 16, small: int = 1, tell: Callable[[str], None] = lambda text: None
 ) -> Noise:
-    """Train some steps, then draw gradients of two batch sizes without learning from them."""
+    """Train some steps, then compute gradients at two batch sizes without updating."""
     big = run.train.global_batch
     problems = (
         [Problem("the noise is measured on one device: leave the layout out", "layout")] if run.layout.world > 1 else []
@@ -59,7 +59,7 @@ def measure_noise(
         for at, size, count in ((state, big, 1), (other, small, max(1, big // small // 2))):
             for _ in range(count):
                 batch = data.train.take(np.arange(start, start + size))
-                # Refused after the norm is known, so nothing is updated.
+                # The update is refused after the norm is known, so nothing changes.
                 norm = at.train_step(batch, accept=lambda loss, norm: False).grad_norm
                 squares[size].append(float(norm) ** 2)
                 start += size

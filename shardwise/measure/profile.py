@@ -1,14 +1,14 @@
 """Records a few steps of a run with PyTorch's profiler, on all ranks or some, together with what a reader needs to explain them:
 the run, its plan, the schedule, the process groups of each axis, the traffic, and clock readings that align the ranks.
 
-The steps are those of `shardwise train`, on the run's own data; where a run learns from its own answers, they are made between the
-steps, in spans named `rollouts`. A profile is a folder:
+The steps are those of `shardwise train`, on the run's own data. With GRPO, rollouts are generated between the steps, in spans named
+`rollouts`. A profile is a folder:
 
     profile.json            what was recorded (`manifest`)
     run.toml, plan.json     the run, resolved, and its plan
-    ranks/rank-00000.json.gz     Kineto traces, one for each rank recorded
+    ranks/rank-00000.json.gz     Kineto traces, one for each recorded rank
     memory/rank-00000.json.gz    bytes by owner in one more step; on GPUs also the allocator's blocks and their history
-    modules.json            what each module costs, when asked for
+    modules.json            the cost of each module, on request
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ from shardwise.tune.source import source_of
 
 VERSION = 1
 CLOCK_READINGS = 5
-"""Barriers after which ranks read their clocks, before the recorded steps and after them."""
+"""Barriers after which ranks read their clocks, both before and after the recorded steps."""
 
 Progress = Callable[[str], None]
-"""Called with what happens next."""
+"""Called with a description of the next phase."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What to record."""
+    """The settings of a recording."""
 
     steps: int = 3
     warmup: int = 3
-    """Steps before, not recorded: the first ones allocate buffers, build buckets and compile kernels."""
+    """Unrecorded steps at the start: the first ones allocate buffers, build buckets and compile kernels."""
     ranks: tuple[int, ...] | None = None
-    """The ranks to record; None for all. The others take part unrecorded."""
+    """The ranks to record; None for all. The others run the same steps unrecorded."""
     modules: bool = False
-    """Also count by module, in two more steps."""
+    """Also count costs by module, in two more steps."""
 
     def has(self, rank: int) -> bool:
         """Whether a rank is recorded."""
@@ -88,7 +88,7 @@ def prepare_folder(folder: Path) -> None:
     for kind in ("ranks", "memory"):
         shutil.rmtree(folder / kind, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    # So that the folder is known as a profile also after an interrupted recording.
+    # Marks the folder as a profile even if the recording is interrupted.
     (folder / "profile.json").write_text(json.dumps({"version": VERSION, "complete": False}))
 
 
@@ -142,7 +142,7 @@ def record(run: Run, folder: Path, recording: Recording, progress: Progress = la
 
 
 def _step(train_state: TrainState, batch: Batch) -> int:
-    """A step as the training loop does it, until its loss is on the host; returns its nanoseconds."""
+    """Run a step as the training loop does, until its loss is on the host; returns its nanoseconds."""
     start = time.perf_counter_ns()
     result = train_state.train_step(batch)
     result.loss.item(), result.grad_norm.item()
@@ -151,22 +151,22 @@ def _step(train_state: TrainState, batch: Batch) -> int:
 
 @dataclass
 class RankRecord:
-    """What a rank measured of its recorded steps besides the trace."""
+    """A rank's measurements of its recorded steps, besides the trace."""
 
     nanoseconds: list[int] = field(default_factory=list)
     traffic: list[dict[str, Any]] | None = None
-    """What was sent; None on a rank that was not recorded."""
+    """Messages sent; None on a rank that was not recorded."""
     allocator: dict[str, Any] = field(default_factory=dict)
     module_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Of a step, by module and direction."""
+    """Seconds of a step, by module and direction."""
     figures: list[dict[str, Any]] = field(default_factory=list)
-    """Of each step, what is known of its batch: of answers, what they are worth, and how fast they were made."""
+    """For each step, figures of its batch: for rollouts, their rewards and how fast they were generated."""
 
 
 def _record_steps(
     train_state: TrainState, remaining: Iterator[Batch], folder: Path, recording: Recording, source: Source
 ) -> RankRecord:
-    """Run the last warm-up step, with labels and the profiler on, and the recorded steps."""
+    """Run the last warm-up step, with labels and the profiler already on, and the recorded steps."""
     measured, path = RankRecord(), rank_file(folder, "ranks", train_state.mesh.rank)
     recorded = recording.has(train_state.mesh.rank)
     with contextlib.ExitStack() as stack:
@@ -235,7 +235,7 @@ def _groups(train_state: TrainState) -> dict[str, dict[str, Any]]:
 
 
 def _traffic(counter: TrafficCounter) -> list[dict[str, Any]]:
-    """What was sent in the recorded steps. Bytes may be fractions: an all-reduce over three ranks."""
+    """Bytes and messages sent in the recorded steps. Bytes may be fractions, as in an all-reduce over three ranks."""
     return [
         dict(
             axis=AXIS_OF.get(group, group),
@@ -248,7 +248,7 @@ def _traffic(counter: TrafficCounter) -> list[dict[str, Any]]:
 
 
 def device_name(device: torch.device) -> str:
-    """What a rank computes on."""
+    """The name of a rank's device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
@@ -259,7 +259,7 @@ def _write_memory(path: Path, found: dict[str, Any]) -> None:
 
 
 def planned(run: Run, device: torch.device) -> dict[str, Any]:
-    """The plan of a run, for the chip that it runs on where the run names none."""
+    """The plan of a run; if the run names no chip, for the one it runs on."""
     chip = chip_of_driver_name(device_name(device)) if device.type == "cuda" else None
     if not run.cluster.chip and not run.cluster.profile and chip is not None:
         run = replace(run, cluster=replace(run.cluster, chip=chip.name))

@@ -1,10 +1,10 @@
-"""Rehearses one rank of a job of any size on this machine: its real kernels, memory and launches, with stand-ins for the
-collectives (`stand_in.py`), beside what the plan says of that rank.
+"""Rehearses one rank of a job of any size on this machine and compares it with the plan of that rank: real kernels, memory and
+launches, with stand-ins for the collectives (`stand_in.py`).
 
-The rank trains random tokens, routed evenly over experts. As many microbatches are run as bring memory to its peak; the plan beside
-it is that of a step of as many. Without holding, stand-ins take next to no time, and what is measured is the rank's own work. With
-`hold` each keeps its stream for the time that the plan gives the collective, so that what is exposed shows. Kernels are classified
-by their names, as `shardwise trace` does; copies between places of the device are the stand-ins' own, and left out.
+The rank trains on random tokens, routed evenly over experts. It runs enough microbatches to reach peak memory, and the plan it is
+compared with is for a step of that many. Without `hold`, stand-ins take almost no time, so the measured time is the rank's own
+work. With `hold`, each stand-in keeps its stream busy for the collective's planned time, so exposed communication shows. Kernels
+are classified by their names, as `shardwise trace` does; device-to-device copies are the stand-ins' own, and left out.
 """
 
 from __future__ import annotations
@@ -42,41 +42,41 @@ from shardwise.train.step import TrainState
 
 COMPUTE = ("matmul", "attention", "memory")
 TOLERANCE = {"time compute": 0.07, "memory peak": 0.03}
-"""Relative difference between plan and rehearsal that is agreement; other quantities are shown and not judged."""
+"""Relative difference between plan and rehearsal that counts as agreement; other quantities are shown but not judged."""
 WITHOUT_GPU = {"memory parameters": 0.0, "memory optimizer": 0.0}
-"""The same where there are no kernels to time and no allocator that knows a peak."""
+"""The same without a GPU, where there are no kernels to time and the allocator reports no peak."""
 
 Say = Callable[[str], None]
 Collectives = Callable[[int, int, Hold | None], contextlib.AbstractContextManager[None]]
-"""Makes this process a rank of a world that is not there: which rank, of how many, and how long collectives take."""
+"""Makes this process one rank of a world whose other ranks do not exist: its rank, the world size, and seconds of a collective."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """One rank, planned and rehearsed."""
+    """One rank, planned and measured in a rehearsal."""
 
     rank: int
     microbatches: int
-    """How many were run, of the step's."""
+    """The number of microbatches that were run, out of `of` in a step."""
     of: int
     quantities: tuple[Difference, ...]
     """The plan's value first; seconds of a step, bytes, and numbers of kernels."""
     step_seconds: tuple[float, ...]
     gpu: bool = True
-    """Whether a GPU was there. Without one its kernels, their times and the peak of memory are not among the quantities."""
+    """Whether there was a GPU. Without one, kernel counts, kernel times and peak memory are not among the quantities."""
 
     @property
     def tolerance(self) -> dict[str, float]:
-        """What is judged, and by how much it may differ."""
+        """The judged quantities and their allowed relative difference."""
         return TOLERANCE if self.gpu else WITHOUT_GPU
 
     @property
     def agrees(self) -> bool:
-        """Whether all that is judged is as planned."""
+        """Whether every judged quantity matches the plan."""
         return all(abs(d.relative) <= self.tolerance.get(d.name, float("inf")) for d in self.quantities)
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs; names are stable."""
+        """The rehearsal as JSON data; names are stable."""
         return {
             "agrees": self.agrees,
             "rank": self.rank,
@@ -103,8 +103,8 @@ def rehearse(
     read: Callable[[profile], None] = lambda recorded: None,
     say: Say = lambda text: None,
 ) -> Rehearsal:
-    """Rehearse a rank. `tune` first finds the fastest algorithms of GEMMs, as training does in its first steps; else those that are
-    known from earlier runs are used. The profile of a step is given to `read` and, with a path, written there for
+    """Rehearse a rank. `tune` first finds the fastest GEMM algorithms, as training does in its first steps; otherwise those known
+    from earlier runs are used. The profile of a step is passed to `read` and, if `trace` is a path, written there for
     `shardwise trace`."""
     world = run.layout.world
     if not 0 <= rank < world:
@@ -125,7 +125,7 @@ def rehearse(
 
 
 def _for_chip(run: Run, device: torch.device) -> Run:
-    """The run on the chip that is here, where it names none."""
+    """The run on this machine's chip, if it names none."""
     chip = chip_of_driver_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     kind = "cuda" if device.type == "cuda" else "cpu"
     run = replace(run, train=replace(run.train, device=kind))  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def _for_chip(run: Run, device: torch.device) -> Run:
 
 
 def planned_seconds(run: Run, job: Job) -> Hold:
-    """How long the plan says that a collective of a group takes."""
+    """Returns a function for the planned seconds of a collective of a group."""
 
     def seconds(group: str, operation: str, ranks: int, size: int) -> float:
         if operation in ("recv", "broadcast"):
@@ -160,7 +160,7 @@ class _Measured:
     kernels: int
     owners: dict[str, int]
     allocated: tuple[int, int] | None
-    """The allocator's peak of what was asked for and of what it reserved, where there is one."""
+    """The allocator's peak of requested and of reserved bytes; None without a GPU."""
 
 
 def _measure(
@@ -206,7 +206,7 @@ def _measure(
 
 
 def _timed(train_state: TrainState, batch: Any) -> float:
-    """Seconds of a step; on a GPU those between its first launch and its last kernel's end."""
+    """Seconds of a step; on a GPU from its first launch to the end of its last kernel."""
     if train_state.device.type != "cuda":
         began = time.perf_counter()
         train_state.train_step(batch).read()
@@ -235,12 +235,12 @@ def _kernels(profiler: profile) -> tuple[Counter[str], int]:
 
 
 def _beside(run: Run, job: Job, rank: int, measured: _Measured) -> Iterator[Difference]:
-    """Plan and rehearsal, quantity by quantity."""
+    """Plan and rehearsal compared, quantity by quantity."""
     place = RankCoordinates(run.layout, rank)
     planned = rank_time(job, place.index("pipeline"))
     parts = planned.parts
     owners = memory_of(run, job).ranks[place.index("pipeline")]
-    # What libraries take and the allocator wastes is reserved, but nobody asked the allocator for it.
+    # Libraries' memory and the allocator's waste are reserved, but never requested from the allocator.
     memory = {name: size for name, size in owners.items() if name != "workspace"}
     compute = sum(parts[name] for name in COMPUTE) + parts["optimizer"]
     exposed = {name: value for name, value in parts.items() if name not in (*COMPUTE, "optimizer")}

@@ -1,5 +1,5 @@
-"""A hardware profile out of a rehearsal: the GEMMs and the attention of one rank of a job as they ran in its step, with all that
-the step does to the chip's clock and caches. The planner corrects its curves by such points where they are near."""
+"""A hardware profile from a rehearsal: the GEMMs and attention of one rank of a job, timed inside its step, with the step's effects
+on the chip's clock and caches. The planner corrects its curves with these points near their shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.run import Run, UserError
 Points = dict[tuple[Any, ...], list[float]]
 
 GEMMS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "shardwise::gemm": (0, 1), "shardwise::gemm_onto": (0, 1)}
-"""Operators that multiply two matrices, and the positions of these among their arguments."""
+"""Operators that multiply two matrices, and the argument positions of the two."""
 ATTENTION = {
     "aten::_scaled_dot_product_cudnn_attention": ("flash3", "forward", 0),
     "aten::_scaled_dot_product_flash_attention": ("flash2", "forward", 0),
@@ -27,11 +27,11 @@ ATTENTION = {
     "aten::_scaled_dot_product_flash_attention_backward": ("flash2", "backward", 1),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": ("flash2", "backward", 1),
 }
-"""Fused attention: the planner's kernel, the direction, and the position of the queries; keys follow."""
+"""Fused attention operators: the planner's kernel name, the direction, and the argument position of the queries; keys follow."""
 
 
 def rehearsed_profile(run: Run, rank: int, say: Say = lambda text: None) -> Profile:
-    """Rehearse a rank and read what its GEMMs and its attention took."""
+    """Rehearse a rank and read the times of its GEMMs and its attention from the profile."""
     gemms: Points = {}
     attention: Points = {}
 

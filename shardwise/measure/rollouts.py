@@ -1,5 +1,5 @@
-"""A round of answers of a run that learns from them, held against its plan: what the engine holds beside the training state, what
-is sent for its weights, and the steps and tokens of a round in which no answer ends early."""
+"""Compares one round of GRPO rollouts with its plan: the engine's memory beside the training state, the bytes sent to update its
+weights, and the steps and tokens of a round in which no answer ends early."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.tune.weights import GROUP
 
 
 def rollouts_against_plan(state: TrainState) -> list[Difference]:
-    """What was planned of an engine with most answers, and what this rank of it did. Every rank calls it."""
+    """Compare the plan of the engine that has most answers with what this rank's engine did. Every rank calls it."""
     run, asked = state.run, state.run.objective
     expected = memory_here(run, state.device, state.mesh.rank)
     played = played_round(run, expected)

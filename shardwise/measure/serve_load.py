@@ -1,5 +1,5 @@
-"""Gives the load that a plan plays to a real engine, and notes what the plan says: how long requests waited, what steps there were,
-and where memory went. The engine runs in this process, without a server.
+"""Runs the load of a serving plan on a real engine and records the quantities of the plan: request latencies, engine steps, and
+memory by owner. The engine runs in this process, without a server.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from shardwise.serve.runner import Runner
 from shardwise.serve.speculate.draft import DraftModel
 
 WARM = 32
-"""Requests before those that are measured."""
+"""Warm-up requests before the measured ones."""
 TEMPERATURE = 0.6
-"""Of the answers, so that tokens are drawn as most clients have them drawn."""
+"""Sampling temperature of the answers, so that tokens are sampled as for most clients."""
 
 
 def random_model(run: Run) -> Transformer:
-    """The run's network on this machine's device, with random weights: how long a step takes does not depend on them."""
+    """The run's network on this machine's device, with random weights; the time of a step does not depend on them."""
     device, dtype = choose_device(run.train.device), getattr(torch, run.train.dtype)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -56,17 +56,17 @@ def random_model(run: Run) -> Transformer:
 
 
 def ready_engine(run: Run) -> Engine:
-    """An engine of random weights, those of a draft model too, its steps recorded."""
+    """An engine with random weights, also for the draft model, with its CUDA graphs captured."""
     draft = draft_run(run)
     engine = engine_of(random_model(run), run, draft=random_model(draft) if draft is not None else None)
     engine.warm()
     gc.collect()
-    gc.freeze()  # as the server does: what is here stays, and looking through it again would hold steps up
+    gc.freeze()  # as the server does: these objects stay, and scanning them again would delay steps
     return engine
 
 
 def here(run: Run) -> Run:
-    """The run on this machine's device, whatever chip it names: its pages, steps and times are that device's."""
+    """The run on this machine's device, whatever chip it names, so that its pages, steps and times are that device's."""
     device = choose_device(run.train.device)
     name = "cpu"
     if device.type == "cuda":
@@ -78,7 +78,7 @@ def here(run: Run) -> Run:
 
 
 def verify_load(run: Run, say: Callable[[str], None] = lambda text: None) -> LoadVerdict:
-    """Plan the run's load for this machine and measure it, without HTTP on either side."""
+    """Plan the run's load for this machine and measure it, both without HTTP."""
     run = here(run)
     say("starting an engine of random weights")
     engine = ready_engine(run)
@@ -88,14 +88,15 @@ def verify_load(run: Run, say: Callable[[str], None] = lambda text: None) -> Loa
         say(f"{done} of {len(asked)} answered")
 
     measured = measure_load(engine, run.serve, asked, run.train.seed, tell)
-    if run.serve.speculate != "none":  # how often guesses are right, the plan cannot know
+    if run.serve.speculate != "none":  # the plan cannot know how often draft tokens are accepted
         run = replace(run, serve=replace(run.serve, acceptance=_acceptance(run.serve, measured)))
     say("planning")
     return LoadVerdict(plan_serving(run, over_http=False), measured)
 
 
 def _acceptance(serve: ServeConfig, measured: ServedLoad) -> float:
-    """What gives as many right guesses a step as there were: the first token of an answer is its prompt's."""
+    """The acceptance rate that yields the measured number of accepted draft tokens a step. The first token of an answer is sampled
+    by its prefill, so it is left out."""
     figures, accepted = measured.figures, measured.engine["accepted"]
     turns = figures["output_tokens"] - figures["requests"] - accepted
     return acceptance_of(1 + accepted / max(1, turns), serve.draft_tokens)
@@ -104,8 +105,8 @@ def _acceptance(serve: ServeConfig, measured: ServedLoad) -> float:
 def measure_load(
     engine: Engine, serve: ServeConfig, asked: Sequence[LoadRequest], seed: int = 0, tell: Callable[[int], None] = lambda n: None
 ) -> ServedLoad:  # fmt: skip
-    """Answer the load. Requests come at their moments, or `serve.concurrency` of them are under way at a time. `tell` hears how
-    many are answered."""
+    """Run the load on the engine. Requests arrive at their due times, or `serve.concurrency` of them are in flight at a time.
+    `tell` gets the number of finished requests."""
     vocab, sampling = engine.vocab, Sampling(TEMPERATURE)
     prompts = [tuple(prompt_tokens(seed, number, each.input, vocab)) for number, each in enumerate(asked)]
     _warm_up(engine, asked)
@@ -159,8 +160,8 @@ def measure_load(
 
 
 def _warm_up(engine: Engine, asked: Sequence[LoadRequest]) -> None:
-    """Some requests of such lengths, of other tokens, so many that prompts come beside sequences that decode: kernels are compiled
-    or loaded for what they meet first."""
+    """Run some requests of the same lengths with other tokens, enough that prefills are batched with decoding sequences: kernels
+    are compiled or loaded the first time they meet a shape."""
     for number, each in enumerate(asked[:WARM]):
         prompt = tuple(prompt_tokens(-1, number, each.input, engine.vocab))
         if not engine.scheduler.reasons(len(prompt), min(each.output, 4)):
@@ -176,7 +177,7 @@ def own_runner(engine: Engine) -> Runner:
 
 
 def memory_of(engine: Engine) -> dict[str, float]:
-    """Bytes by owner, by the names of the plan; of a GPU also all that is taken of the device."""
+    """Bytes by owner, under the plan's names; on a GPU also all memory taken on the device."""
     runner = own_runner(engine)
     pages = sum(each.nbytes for each in runner.cache.tensors())
     found: dict[str, float] = {"weights": stored_bytes(runner.model), "pages": engine.pool.pages}

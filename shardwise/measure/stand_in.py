@@ -1,9 +1,9 @@
-"""Collectives of one rank of a job whose other ranks are not there.
+"""Stand-ins for the collectives of one rank of a job whose other ranks do not exist.
 
-A collective gives back tensors of the right shape with plausible numbers: an all-gather this rank's own shard again and again, a
-reduce-scatter its own part, a receive a normal distribution. So kernels meet data like that of training, which matters for their
-speed: a GPU that multiplies zeros draws less power. As with NCCL every group has a stream of its own, and a stream that waits,
-waits for an event. A collective may also hold its stream for as long as the plan says that it takes.
+A collective returns tensors of the right shape with plausible values: an all-gather repeats this rank's own shard, a reduce-scatter
+returns its own slice, a receive returns normally distributed values. So kernels see data like that of training, which matters for
+their speed: a GPU that multiplies zeros draws less power. As with NCCL, every group has its own stream, and waiting means a stream
+waits for an event. A collective may also hold its stream for its planned time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor
 from shardwise.torch_private import close_library, cuda_sleep, fake_process_group
 
 Hold = Callable[[str, str, int, int], float]
-"""Seconds of a collective: by what the group is for, the operation, the ranks of the group and the bytes that a rank puts in."""
+"""Seconds of a collective, from the group's purpose, the operation, the group size and a rank's input bytes."""
 
 
 class StandInWork(dist.Work):
-    """What a collective returns: done once its stream is."""
+    """The handle of a collective, complete once its stream has reached the end of it."""
 
     def __init__(self, done: torch.cuda.Event | None, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -56,15 +56,15 @@ class StandInWork(dist.Work):
 
 
 class StandIns:
-    """The kernels that take the place of the backends' collectives, on CPUs and GPUs."""
+    """The kernels that replace the backends' collectives, on CPUs and GPUs."""
 
     def __init__(self, hold: Hold | None) -> None:
         self.hold = hold
         self.streams: dict[str, torch.cuda.Stream] = {}
-        self.works: deque[dist.Work] = deque(maxlen=4096)  # C++ keeps no Python object alive
+        self.works: deque[dist.Work] = deque(maxlen=4096)  # C++ does not keep the Python objects alive
 
     def _do(self, group: Any, operation: str, given: list[Tensor], out: list[Tensor], act: Callable[[], object]) -> Any:
-        """Act on the group's stream, after what the current one has launched."""
+        """Run `act` on the group's stream, after the work already launched on the current stream."""
         group = dist.ProcessGroup.unbox(group)
         done = None
         if out[0].is_cuda:
@@ -136,7 +136,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 def repeat(mine: Tensor, out: Tensor) -> None:
-    """Fill a tensor with another, again and again, by copies that double; what is larger is cut."""
+    """Fill a tensor by repeating another one, with copies that double; an input that is too large is cut."""
     source, target = mine.reshape(-1), out.view(-1)
     done = min(source.numel(), target.numel())
     target[:done].copy_(source[:done])
@@ -148,13 +148,13 @@ def repeat(mine: Tensor, out: Tensor) -> None:
 
 @cache
 def noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Normally distributed numbers, the same every time."""
+    """Normally distributed values, the same for every call."""
     return torch.randn(shape, device=device).to(dtype)
 
 
 @cache
 def cycles_a_second() -> float:
-    """The speed of the clock that `cuda_sleep` counts by."""
+    """The frequency of the clock that `cuda_sleep` counts in."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cycles = 20_000_000
     for _ in range(2):
@@ -166,19 +166,19 @@ def cycles_a_second() -> float:
 
 
 def spin(seconds: float) -> None:
-    """Hold the current stream for so long."""
+    """Hold the current stream for this many seconds."""
     if seconds > 0 and math.isfinite(seconds):
         cuda_sleep(int(seconds * cycles_a_second()))
 
 
 @contextlib.contextmanager
 def stand_in_collectives(rank: int, world: int, hold: Hold | None = None) -> Iterator[None]:
-    """While it is open, this process is one rank of a world that is not there."""
+    """While it is open, this process is one rank of a world whose other ranks do not exist."""
     fake_process_group(rank, world)
     library = torch.library.Library("c10d", "IMPL")
     kernels = StandIns(hold)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the kernels of the backends are replaced, as they should be
+        warnings.simplefilter("ignore")  # replacing the backends' kernels warns, but is intended
         for name, kernel in OPERATORS.items():
             for device in ("CPU", "CUDA"):
                 library.impl(name, kernel.__get__(kernels), device)

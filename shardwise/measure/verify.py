@@ -1,8 +1,8 @@
-"""Compares the plan with the trainer: a few real steps, or a dry one, counted on every rank, account by account.
+"""Compares the plan with the trainer, account by account: every rank counts a few real steps, or a dry one.
 
 FLOPs and traffic must agree exactly, persistent memory to the byte, saved activations within 1%, and the pipeline must have
 executed exactly the actions that the planner timed. Tokens are random, and routed evenly over experts, so that the comparison
-depends on the layout alone. Time is shown beside the plan's; it is judged only when asked.
+depends on the layout alone. Time is shown beside the plan's; it is judged only on request.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from shardwise.train.objectives.grpo import random_answers
 from shardwise.train.step import TrainState
 
 TOLERANCE: dict[str, float] = {"work": 0.0, "traffic": 0.0, "memory": 0.01, "rollouts": 0.0}
-"""Relative difference allowed between plan and run; an account that is not named is shown and not judged."""
+"""Relative difference allowed between plan and run; an account that is not listed is shown but not judged."""
 STATE = ("parameters", "gradients", "optimizer")
 PERSISTENT = (*STATE, "host")
 ENDLESS = 10**9
-"""Steps that no comparison comes to the end of."""
+"""More steps than any comparison runs."""
 OWNERS = (*STATE, "activations")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One rank, planned and measured."""
+    """The planned and the measured account of one rank."""
 
     rank: int
     planned: Account
@@ -56,22 +56,23 @@ class Verdict:
     """Whether the pipeline executed the actions of the schedule, in its order."""
     actions: int
     microbatches: int = 0
-    """How many were run where the others repeat them; 0 where all were."""
+    """The number of microbatches that were run, where the others repeat them; 0 where all were run."""
     rollouts: tuple[Difference, ...] = ()
-    """Of a run that learns from its own answers: a round, planned and made."""
+    """Planned against measured quantities of one round of rollouts; GRPO only."""
 
     def differences(self) -> list[Difference]:
-        """Every quantity of both, the plan's first. Accounts are of one rank, and call it their first."""
+        """Every quantity of both accounts, the plan's value first. An account covers one rank and calls it rank 0; here it is
+        renamed."""
         found = compare(self.planned, self.measured)
         named = [replace(d, name=d.name.replace("rank 0 ", f"rank {self.rank} ", 1)) for d in found]
         return [*named, *self.rollouts]
 
     def beyond(self, tolerance: Mapping[str, float]) -> list[Difference]:
-        """Those further apart than allowed; persistent memory has no tolerance."""
+        """The quantities that differ by more than the tolerance; persistent memory has none."""
         return [d for d in self.differences() if d.account in tolerance and abs(d.relative) > _allowed(d, tolerance)]
 
     def agrees(self, tolerance: Mapping[str, float]) -> bool:
-        """Whether this rank is as planned."""
+        """Whether this rank matches the plan."""
         return self.schedule and not self.beyond(tolerance)
 
 
@@ -81,14 +82,14 @@ def _allowed(difference: Difference, tolerance: Mapping[str, float]) -> float:
 
 
 def behind_warmup(run: Run) -> Run:
-    """The run with gradients compressed from the first step on, and no last step: that is what a plan is of."""
+    """The run with gradients compressed from the first step on, and no last step, as a plan assumes."""
     train = replace(run.train, steps=max(run.train.steps, ENDLESS))
     return replace(run, layout=replace(run.layout, compress_warmup=0), train=train)
 
 
 def random_batch(run: Run, seed: int = 0) -> Batch:
-    """One rank's share of a step: random tokens, all with a loss. Where an objective compares documents, a row's halves are two,
-    for the sums alone: attention sees whole rows, as the plan assumes."""
+    """One rank's share of a step: random tokens, each with a loss. If the objective compares documents, the two halves of a row
+    count as two documents, but only for the sums of the loss: attention sees full rows, as the plan assumes."""
     rows = run.train.global_batch // run.layout.data_ranks
     tokens = np.random.default_rng(seed).integers(0, run.model.vocab, (rows, run.train.seq_len + 1))
     halves = np.tile(np.arange(run.train.seq_len) * 2 // run.train.seq_len, (rows, 1))
@@ -101,7 +102,7 @@ def random_batch(run: Run, seed: int = 0) -> Batch:
 
 
 def _with_stored(batch: Batch, run: Run) -> Batch:
-    """With what would be beside the data: as if each token, or some from the first, had been told."""
+    """The batch with the log-probabilities that would be stored with the data: for each token, or of a teacher's first tokens."""
     if not FACTS[run.objective.kind].teacher:
         return replace(batch, reference=np.full(batch.tokens.shape, -1.0))
     count = targets_of(run.objective, run.model.vocab) - 1
@@ -118,17 +119,17 @@ def counted(
     times: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Account, bool, int]:
-    """The account of a step, whether it executed the schedule, and how many actions that has. What the microbatches `middle` do
-    is counted so many times more."""
+    """Returns the account of a step, whether it executed the schedule, and the schedule's number of actions. The counts of the
+    microbatches in `middle` are added `times` more times."""
     run, lay = train_state.run, train_state.run.layout
     train_state.drain()
     with even_routing(train_state), uncompiled(train_state):
         if (
             lay.sync_overlap and train_state.step < lay.sync_every
-        ):  # a round begins with what is underway from the one before
+        ):  # a round begins with the reduction of the round before it under way
             for _ in range(lay.sync_every):
                 train_state.train_step(batch)
-        # All in one step: what counts does not allocate, and holds no tensor.
+        # All counters share one step: they allocate no memory and hold no tensor.
         with (
             WorkCounter(train_state) as ops,
             TrafficCounter(train_state.mesh.axes_by_group()) as wire,
@@ -151,7 +152,7 @@ def counted(
 
 
 def _rest_of_round(train_state: TrainState, batch: Batch, wire: TrafficCounter) -> None:
-    """Where replicas speak once in some steps, count those too, and leave the mean of a step."""
+    """If replicas synchronize every `sync_every` steps, count the other steps of the round too, and leave the mean per step."""
     steps = train_state.run.layout.sync_every if train_state.outer is not None else 1
     with wire:
         for _ in range(steps - 1):
@@ -172,7 +173,7 @@ def _by_axis(wire: TrafficCounter) -> Traffic:
 
 
 def planned(run: Run, rank: int) -> Account:
-    """The plan of one rank, without its time."""
+    """The planned account of one rank, without its time."""
     owners = state_bytes(run, rank) | {"activations": activations(run, rank)}
     held = float(hosted(run).held) if run.memory.hosts_optimizer else 0.0
     if run.memory.activations == "host":
@@ -183,12 +184,12 @@ def planned(run: Run, rank: int) -> Account:
 
 
 def planned_seconds(run: Run) -> float:
-    """The predicted seconds of a step where the run names a chip or a profile; 0 otherwise."""
+    """The predicted seconds of a step if the run names a chip or a profile; 0 otherwise."""
     return plan(run).account.step_seconds if run.cluster.chip or run.cluster.profile else 0.0
 
 
 def verify_rank(run: Run, steps: int = 3) -> Verdict:
-    """Run a few steps of this rank after a warm-up, and compare. All ranks call this together."""
+    """Run a few steps of this rank after a warm-up, and compare with the plan. All ranks call this together."""
     run = behind_warmup(run)
     train_state = TrainState(run)
     batch = random_batch(run, train_state.mesh.data_index)
@@ -202,13 +203,13 @@ def verify_rank(run: Run, steps: int = 3) -> Verdict:
     done = executed(train_state)
     account, same, actions = counted(train_state, batch, seconds=statistics.median(seconds))
     account = replace(account, timeline=done)
-    # Saved activations depend on the device that ran, whatever chip the run names; only the time is that chip's.
+    # Saved activations depend on the device that ran, whatever chip the run names; only the time is the named chip's.
     here = replace(run, train=replace(run.train, device=_kind(train_state.device)))
     expected = replace(planned(here, train_state.mesh.rank), step_seconds=planned_seconds(run))
     verdict = Verdict(train_state.mesh.rank, expected, account, same, actions)
     if run.objective.kind != "grpo":
         return verdict
-    from shardwise.measure.rollouts import rollouts_against_plan  # which imports the engine
+    from shardwise.measure.rollouts import rollouts_against_plan  # imports the engine, so only here
 
     return replace(verdict, rollouts=tuple(rollouts_against_plan(train_state)))
 
@@ -236,8 +237,8 @@ def _now(device: torch.device) -> float:
 
 
 def verify_dry(run: Run, rank: int, say: Callable[[str], None] = lambda text: None, whole: bool = False) -> Verdict:
-    """One rank of a job of any size, without data. A few microbatches stand for all, unless `whole`; where those differ from the
-    plan, all are run. `say` is told what is being done."""
+    """Verify one rank of a job of any size, without data. A few microbatches stand for all, unless `whole`; if they differ from the
+    plan, all are run. `say` gets progress messages."""
     if not 0 <= rank < run.layout.world:
         raise UserError(Problem(f"{rank} is not a rank of a layout of {run.layout.world}", "--rank", "command line"))
     if run.layout.replicate == run.layout.world > 1 and not run.layout.replicas_apart:
@@ -248,7 +249,7 @@ def verify_dry(run: Run, rank: int, say: Callable[[str], None] = lambda text: No
             )
         )
     run, whole = behind_warmup(run), whole or run.layout.sync_every > 1
-    # A run meant for GPUs uses their loss here, but not their kernels, so activations are those of a CPU.
+    # A run meant for GPUs uses the GPU loss here, but not GPU kernels, so its activations are those of a CPU.
     loss: Literal["chunked", "plain"] = "chunked" if chunks_loss(run, gpu=planned_on_gpu(run)) else "plain"
     run = replace(run, train=replace(run.train, device="cpu", loss=loss))
     count, middle = (run.accumulation, ()) if whole else microbatches_to_run(run, rank)
@@ -266,7 +267,7 @@ def verify_dry(run: Run, rank: int, say: Callable[[str], None] = lambda text: No
 
 
 def as_dict(verdicts: list[Verdict], tolerance: Mapping[str, float]) -> dict[str, Any]:
-    """For programs."""
+    """The verdicts as JSON data."""
     return {
         "agrees": all(v.agrees(tolerance) for v in verdicts),
         "ranks": [

@@ -2,8 +2,9 @@
 et al. 2024).
 
 A matrix W [out, in] gets two small ones, A [rank, in] and B [out, rank]; its output is W x + s B A x. B starts at zero, so that
-training begins with the network as it was. The factor s is on what A gives, the smallest tensor there is, so that the gradient of
-the sum is that of both terms. `run/parameters.py` says which parameters there are, which are frozen, and how they are cut.
+training begins with the unchanged network. The factor s multiplies the output of A, the smallest tensor, so that the gradient of
+the sum is the gradient of both terms. `run/parameters.py` says which parameters there are, which are frozen, and how they are
+sharded.
 """
 
 from __future__ import annotations
@@ -26,26 +27,27 @@ from shardwise.run import AdapterConfig
 
 @dataclass
 class TokenKeys:
-    """A random number of each token of the microbatch that is computed, [batch, sequence], by which dropout is drawn: it depends on
-    the seed, the step, the sample and the place in it, so every layout drops the same, and so does recomputation."""
+    """A random number for each token of the current microbatch, [batch, sequence], which keys its dropout. It depends on the seed,
+    the step, the sample and the position in it, so every layout drops the same elements, and so does recomputation."""
 
     keys: Tensor | None = None
 
 
 def key_of(name: str) -> int:
-    """A random number of 64 bits, by a name."""
+    """A random 64-bit number, derived from a name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def without_a_share(x: Tensor, keys: Tensor, columns: Tensor, share: float) -> Tensor:
-    """Vectors, each with a random number, without a share of their elements, drawn by the numbers of these; the others larger."""
+    """Dropout of vectors: zero a share of their elements, by each vector's random number and the column indices; scale up the
+    rest."""
     drawn = mix64(keys[..., None] ^ mix64(columns))
-    kept = drawn >= int((2 * share - 1) * 2**63)  # of 64 bits with a sign, the share lies below this
+    kept = drawn >= int((2 * share - 1) * 2**63)  # this share of the signed 64-bit integers lies below
     return _Dropped.apply(x, kept, 1 / (1 - share))
 
 
 class _Dropped(torch.autograd.Function):
-    """Dropout that saves a bit of each element (Gist, Jain et al. 2018), where autograd would save its factor."""
+    """Dropout that saves one bit for each element (Gist, Jain et al. 2018), where autograd would save its factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor, factor: float) -> Tensor:
@@ -61,25 +63,25 @@ class _Dropped(torch.autograd.Function):
 
 
 def packed_bits(mask: Tensor) -> Tensor:
-    """A mask, eight to a byte."""
+    """A mask packed into bits, eight to a byte."""
     flat = mask.flatten()
     whole = torch.nn.functional.pad(flat.to(torch.uint8), (0, -flat.numel() % 8)).view(-1, 8)
     return (whole << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(dim=1, dtype=torch.uint8)
 
 
 def unpacked_bits(bits: Tensor, count: int) -> Tensor:
-    """So many of a mask again."""
+    """The first `count` elements of a packed mask."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return ((bits[:, None] >> shifts) & 1).flatten()[:count].bool()
 
 
 class LowRank(nn.Module):
-    """The adapter of one matrix. `first` is the first of the matrix's columns that this rank has."""
+    """The adapter of one matrix. `first` is this rank's first column of the matrix."""
 
     enabled = True
     first = 0
     over_columns: Callable[[Tensor], Tensor] = staticmethod(lambda squares: squares)
-    """Adds up sums over this rank's columns over all of them."""
+    """Turns sums over this rank's columns into sums over all columns."""
 
     def __init__(
         self, columns: int, rows: int, adapter: AdapterConfig, name: str = "", tokens: TokenKeys | None = None
@@ -95,14 +97,14 @@ class LowRank(nn.Module):
         self.key = key_of(name)
 
     def forward(self, x: Tensor) -> Tensor | None:
-        """What it adds to the output; nothing where it is switched off."""
+        """The adapter's term of the output; None when it is disabled."""
         if not self.enabled:
             return None
         return self.B(self.A(self.dropped(x) if self.dropout and self.training else x) * self.scale)
 
     def join(self, out: Tensor, low_rank: Tensor, weight: Tensor) -> Tensor:
-        """The output of the matrix with that of the adapter. DoRA (Liu et al. 2024, equation 5) gives each row of the two matrices'
-        sum a length that is trained; the one it has is a constant to the gradient (section 4.3)."""
+        """The output of the matrix combined with the adapter's. DoRA (Liu et al. 2024, equation 5) rescales each row of the two
+        matrices' sum to a trained length; the row's own length is a constant to the gradient (section 4.3)."""
         out = out + low_rank
         if not self.rescales:
             return out
@@ -113,20 +115,20 @@ class LowRank(nn.Module):
         return out * (self.magnitude / length).to(out.dtype)
 
     def dropped(self, x: Tensor) -> Tensor:
-        """The input [batch, sequence, columns] without a share of its elements, the others larger by it."""
+        """The input [batch, sequence, columns] after dropout: a share of its elements is zero, the others are scaled up."""
         assert self.tokens.keys is not None
         columns = torch.arange(self.first, self.first + x.shape[-1], device=x.device)
         return without_a_share(x, self.tokens.keys ^ self.key, columns, self.dropout)
 
 
 class LowRankExperts(nn.Module):
-    """The adapters of stacked experts: for each of some of their matrices a stack of A and one of B. `first` is the first column of
-    each matrix that this rank has, `first_expert` the first of its experts."""
+    """The adapters of stacked experts: a stack of A and a stack of B for each adapted matrix. `first` is this rank's first column
+    of each matrix, `first_expert` its first expert."""
 
     enabled = True
     first_expert = 0
     over_columns: Callable[[Tensor], Tensor] = staticmethod(lambda squares: squares)
-    """Adds up sums over this rank's columns of the last matrix over all of them."""
+    """Turns sums over this rank's columns of the last matrix into sums over all columns."""
 
     def __init__(
         self,
@@ -153,7 +155,7 @@ class LowRankExperts(nn.Module):
     def forward(
         self, part: str, x: Tensor, multiply: Callable[[Tensor, Tensor], Tensor], rows: RowsOfExperts
     ) -> Tensor | None:
-        """What they add to the product of one matrix of each expert with its rows; `multiply` takes rows and a stack."""
+        """The adapters' term of the product of one matrix of each expert with its rows; `multiply` takes rows and a stack."""
         if part not in self.parts or not self.enabled:
             return None
         down, up = getattr(self, f"{part}_A"), getattr(self, f"{part}_B")
@@ -161,7 +163,7 @@ class LowRankExperts(nn.Module):
         return multiply(multiply(x, down) * self.scale, up)
 
     def join(self, part: str, out: Tensor, low_rank: Tensor, weight: Tensor, rows: RowsOfExperts) -> Tensor:
-        """The product of the matrices with that of the adapters, of which DoRA gives each row of each expert a length."""
+        """The product of the matrices combined with the adapters'; DoRA rescales each row of each expert to a trained length."""
         out = out + low_rank
         if not self.rescales:
             return out
@@ -172,7 +174,7 @@ class LowRankExperts(nn.Module):
         return ScaledRows.apply(out, (getattr(self, f"{part}_magnitude") / length).to(out.dtype), rows.counts)
 
     def dropped(self, part: str, x: Tensor, rows: RowsOfExperts) -> Tensor:
-        """Rows without a share of their elements, by the token that each is of and the expert that it is sent to."""
+        """Rows after dropout, drawn by each row's token and its expert."""
         assert rows.keys is not None
         expert = self.first_expert + experts_of(rows.counts, len(x))
         keys = mix64(rows.keys ^ mix64(expert + self.keys[part]))
@@ -196,14 +198,14 @@ def put_on_adapters(model: Transformer, adapter: AdapterConfig) -> None:
 
 
 def token_keys(model: nn.Module) -> TokenKeys | None:
-    """What the adapters of a model draw dropout by, where they have any."""
+    """The token keys that the model's adapters draw dropout by; None without dropout."""
     adapters = (module for module in model.modules() if isinstance(module, LowRank | LowRankExperts))
     return next((module.tokens for module in adapters if module.dropout), None)
 
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """While it is open, the network computes without its adapters: what it was before it was tuned."""
+    """Within this context the network computes without its adapters, as before it was tuned."""
     found = [module for module in model.modules() if isinstance(module, LowRank | LowRankExperts) and module.enabled]
     for each in found:
         each.enabled = False
@@ -215,5 +217,5 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def row_lengths(matrix: Tensor) -> Tensor:
-    """The length of each row: what a magnitude starts as, so that training begins with the network as it was."""
+    """The length of each row: the initial value of a magnitude, so that training begins with the unchanged network."""
     return at_least_float32(matrix).square().sum(dim=-1).sqrt()

@@ -1,8 +1,8 @@
 """Attention: multi-head and grouped-query (Ainslie et al. 2023), and DeepSeek's latent attention (DeepSeek-V2, 2024).
 
-Both end in `DotProductAttention`, a module without parameters that takes queries, keys and values of whole heads: the one place
-where tokens look at each other, and so the one that context parallelism replaces. A KV cache attends in its place.
-The number of heads is read off the projections' width, so a device that holds a part of the heads runs the same code.
+Both end in `DotProductAttention`, a module without parameters that takes queries, keys and values of whole heads. It is the one
+place where tokens interact, and so the one that context parallelism replaces. A KV cache, where there is one, attends instead. The
+number of heads is read off the projections' width, so a device that holds some of the heads runs the same code.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def attention_mask(
 
 
 class MaskBuilder(nn.Module):
-    """Makes the mask that all layers of a forward pass use. Documents given by `cu_seqlens` make a `VarlenMask`; so does, with
-    `varlen`, a sliding window alone."""
+    """Makes the mask that all layers of a forward pass use. Documents given as `cu_seqlens` make a `VarlenMask`; with `varlen`, a
+    sliding window alone does so too."""
 
     def __init__(self, window: int, varlen: bool = False) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class MaskBuilder(nn.Module):
 
 
 def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    """Softmax of scaled scores, of heads laid out [batch, sequence, heads, width]; None as mask means causal."""
+    """Softmax attention of heads laid out [batch, sequence, heads, width]; None as mask means causal."""
     if isinstance(mask, VarlenMask):
         return varlen_attention(q, k, v, mask, scale)
     out = F.scaled_dot_product_attention(
@@ -75,7 +75,7 @@ def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: fl
 
 
 class DotProductAttention(nn.Module):
-    """Attention as a module. `attend` computes it: another function may be put in its place."""
+    """Attention as a module. `attend` computes it and may be replaced by another function."""
 
     attend: Callable[[Tensor, Tensor, Tensor, Mask, float], Tensor] = staticmethod(dot_product_attention)
 
@@ -88,7 +88,7 @@ class DotProductAttention(nn.Module):
 
 
 class GroupedAttention(nn.Module):
-    """Query heads in groups that share a key/value head; as many groups as heads is multi-head attention."""
+    """Query heads in groups that share a key/value head; groups of one head are multi-head attention."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class GroupedAttention(nn.Module):
         return self.out(out.flatten(2))
 
     def add_positions(self, name: str, x: Tensor, rope: Rope | None) -> Tensor:
-        """Heads of queries ("q") or keys ("k") that know where they stand."""
+        """Queries ("q") or keys ("k") with their positions encoded."""
         if rope is None:
             return x
         return with_elements(x, rope[name == "k"]) if self.alibi else apply_rope(x, rope)
@@ -126,11 +126,11 @@ def multiply_by_head(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 class LatentAttention(nn.Module):
-    """Keys and values unfolded from a small latent vector; position enters through a rotary part of its own.
+    """Keys and values are projected up from a small latent vector; positions enter through separate rotary elements.
 
-    A KV cache keeps only the latent and the one rotary key that all heads share, and these are never unfolded: what unfolds keys
-    is multiplied into the queries instead, and what unfolds values into the result (DeepSeek-V2, section 2.1.2). So it is without a
-    cache too where `over_latents` says so.
+    A KV cache keeps only the latent and the one rotary key that all heads share, and never projects them up: the up-projection of
+    keys is multiplied into the queries instead, and that of values into the output (DeepSeek-V2, section 2.1.2). With
+    `over_latents` attention works this way without a cache too.
     """
 
     over_latents = False

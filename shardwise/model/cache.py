@@ -1,7 +1,7 @@
-"""The KV cache: what attention keeps of earlier tokens, so that generating the next token costs one token's work.
+"""The KV cache: the keys and values, or latents, of earlier tokens, so that generating the next token costs one token's work.
 
-A cache owns attention. A layer hands it the queries, keys and values of new tokens and gets the result of attention over all
-tokens, so how they are stored and which kernel reads them is the cache's business alone (`paged.py`).
+A cache owns attention. A layer passes it the queries, keys and values of new tokens and gets the output of attention over all
+tokens. So the storage format and the kernel that reads it are the cache's business alone (`paged.py`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 class LayerCache(ABC):
-    """What one attention layer keeps."""
+    """The cache of one attention layer."""
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor | None, scale: float) -> Tensor:
-        """Keep the keys and values [1, tokens, heads, width] of new tokens, and attend to all that are kept. Without values, the
-        first part of a key is its value, and the result as wide as that part (latent attention)."""
+        """Store the keys and values [1, tokens, heads, width] of new tokens, and attend to all stored tokens. Without values, the
+        first part of a key is its value, and the result is as wide as that part (latent attention)."""
 
 
 class Cache(ABC):

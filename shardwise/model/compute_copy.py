@@ -1,10 +1,10 @@
 """Compute copies: 16-bit copies of float32 matrices that stay from step to step.
 
 GEMMs take 16 bits, so every step casts every matrix, and its gradient back. Where one GPU trains with one microbatch a step, both
-casts can be left out: the optimizer's kernel writes the copy as it updates the parameter, and the gradient stays as the GEMM gave
-it, since nothing is added to it. Results are the same but for last digits: a norm is added up in another order, and the
-optimizer's kernel is compiled for other gradients. Peak memory is the same too: the casts would all be held until the backward
-pass, and 16-bit gradients free as much as the copies take.
+casts can be skipped: the optimizer's kernel writes the copy as it updates the parameter, and the gradient keeps the GEMM's dtype,
+since nothing is accumulated. Results are the same except for the last digits: a norm is summed in another order, and the
+optimizer's kernel is compiled for another gradient dtype. Peak memory is the same too: without copies all casts would be held
+until the backward pass, and 16-bit gradients free as much as the copies take.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.torch_private import version
 
 
 class ComputeCopy:
-    """A parameter's copy in the dtype of its GEMMs: what they use, and where the gradient arrives."""
+    """A parameter's copy in the dtype of its GEMMs: they use it, and the gradient arrives in it."""
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         self.parameter = parameter
@@ -26,13 +26,13 @@ class ComputeCopy:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Take the parameter's values."""
+        """Copy the parameter's values."""
         self.tensor.copy_(self.parameter)
         self.copied = version(self.parameter)
 
     def refresh(self) -> None:
-        """Take them if somebody has changed the parameter, as loading a checkpoint does. Optimizers leave no such trace: they
-        write the copy as well, or have it taken."""
+        """Copy them if the parameter has been changed elsewhere, for example by loading a checkpoint. An optimizer's update does
+        not show here: optimizers write the copy as well, or call `copy`."""
         if version(self.parameter) != self.copied:
             self.copy()
 
@@ -40,8 +40,8 @@ class ComputeCopy:
 def keep_compute_copies(
     layers: nn.Module, dtype: torch.dtype, to_host: bool = False
 ) -> dict[nn.Parameter, ComputeCopy]:
-    """Give the matrices inside of layers copies that their GEMMs use; by parameter. The parameters may go `to_host`, one by one, so
-    that the device never holds all of both."""
+    """Give the matrices inside `layers` copies that their GEMMs use; returns them by parameter. With `to_host` the parameters move
+    to the CPU, one by one, so that the device never holds all of both."""
     found = {}
     for module in layers.modules():
         if isinstance(module, Linear):

@@ -1,4 +1,4 @@
-"""Where to compute."""
+"""The choice of the compute device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from shardwise.run import UserError
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device a run asks for, or a sentence when this machine does not have it."""
+    """The device a run asks for, or an error when this machine does not have it."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError(
             'train.device: "cuda" was asked for, but PyTorch sees no GPU on this machine; use "auto" or "cpu"'
         )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    # Unless the user chose otherwise: without it, the first steps fragment memory and large blocks no longer fit.
+    # Expandable segments, unless the user chose otherwise: without them, the first steps fragment memory and large
+    # blocks no longer fit.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,9 +1,9 @@
 """Blocks for inference on a GPU: the same matrices, multiplied by fewer and larger kernels.
 
-The matrices of queries, keys and values become one, and so do gate and up: the parameters stay as views of it, so nothing is held
-twice. Norms, rotation, the write to the cache, the gate and the residual sum are done by the kernels beside them
-(`kernels/gemm/skinny.py`, `kernels/attention`). A block that is built otherwise (experts, latent attention,
-biases, LayerNorm) runs as it is written, over the same cache.
+The matrices of queries, keys and values become one, and so do gate and up. The parameters stay as views of the joined matrix, so
+nothing is stored twice. Norms, RoPE, the KV cache write, the gate and the residual sum are fused into the neighbouring kernels
+(`kernels/gemm/skinny.py`, `kernels/attention`). A block of another form (experts, latent attention, biases, LayerNorm) runs
+unfused, over the same cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AddUp = Callable[[Tensor], Tensor]
 
 
 def joined(*layers: Linear) -> Tensor:
-    """The matrices one after another in new memory, of which the layers' parameters become views."""
+    """Concatenate the matrices in new memory; the layers' parameters become views of it."""
     matrices = [layer.weight.detach() for layer in layers]
     packed = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
     whole = QuantizedMatrix.joined(packed) if packed else torch.cat(matrices)
@@ -45,7 +45,7 @@ def joined(*layers: Linear) -> Tensor:
 
 
 def joins(*layers: Linear | None) -> bool:
-    """Whether matrices are kept in the same way, so that they can be joined."""
+    """Whether the matrices are stored in the same way, so that they can be joined."""
     matrices = [layer.weight for layer in layers if layer is not None]
     if any(isinstance(matrix, QuantizedMatrix) for matrix in matrices):
         return all(isinstance(matrix, QuantizedMatrix) and matrix.joins(matrices[0]) for matrix in matrices)
@@ -72,8 +72,8 @@ def fits(block: Block, config: ModelConfig) -> bool:
 
 
 class FusedBlock:
-    """What stands in the place of a block's `forward`. Behind the attention of the last block only those tokens matter whose result
-    is asked for: of a prompt, one."""
+    """Replaces a block's `forward`. After the attention of the last block it computes only the tokens whose result is needed: one
+    of each prompt."""
 
     def __init__(
         self, block: Block, config: ModelConfig, rope: tuple[Tensor, Tensor] | None, last: bool, add_up: AddUp | None, first: bool,
@@ -106,13 +106,13 @@ class FusedBlock:
         batch = cache.cache.batch
         if self.last and batch is not None and batch.wanted is not None:
             x, attended = x[batch.wanted], attended[batch.wanted]
-            if not len(x):  # the beginning of a prompt, of which nothing is sampled yet
+            if not len(x):  # the beginning of a prompt: no token is sampled yet
                 return x[None], None
         x = self._sum(self.multiply(attended, self.out, residual=x))
         return self._sum(self.feed_forward(x))[None], None
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """What is behind the attention, added to the residual stream."""
+        """The feed-forward layer with its norm, added to the residual stream."""
         if isinstance(self.gate_up, QuantizedMatrix) and isinstance(self.down, QuantizedMatrix):
             residual = x if self.first else None
             return self.gemm.feed_forward(x, self.gate_up, self.down, self.ffn_norm, residual, self.activation)
@@ -127,7 +127,8 @@ class FusedBlock:
         residual: Tensor | None = None,
         gated: str = "",
     ) -> Tensor:
-        """Rows times a matrix, with the norm before it and what comes after; the residual stream may be written over."""
+        """Rows times a matrix, with the norm before it and the gate or residual sum after it; the residual stream may be
+        overwritten."""
         from shardwise.model.kernels.gated import gated_product
         from shardwise.model.kernels.gemm.skinny import MOST_ROWS, skinny_gemm
         from shardwise.model.kernels.rms_norm import rms_norm
@@ -152,8 +153,8 @@ class FusedBlock:
 
 
 class InvariantBlock(FusedBlock):
-    """The same by operations whose bits for a token do not depend on the batch, those of `invariant/`: joining matrices, and
-    adding to the residual stream what was rounded before, change none."""
+    """The same with operations whose bits for a token do not depend on the batch, those of `invariant/`. Joining matrices changes
+    no bits, and neither does adding a rounded result to the residual stream."""
 
     def __call__(self, x: Tensor, rope: Any, mask: Any, cache: LayerCache | None = None) -> tuple[Tensor, None]:
         from shardwise.model.kernels.gated import gated_product
@@ -168,7 +169,7 @@ class InvariantBlock(FusedBlock):
         batch = cache.cache.batch
         if self.last and batch is not None and batch.wanted is not None:
             x, attended = x[batch.wanted], attended[batch.wanted]
-            if not len(x):  # the beginning of a prompt, of which nothing is sampled yet
+            if not len(x):  # the beginning of a prompt: no token is sampled yet
                 return x[None], None
         x = invariant_gemm(attended, self.out, residual=x)
         weight, eps = self.ffn_norm
@@ -177,7 +178,7 @@ class InvariantBlock(FusedBlock):
 
 
 PACKED = QuantizedGemm()
-"""Multiplies a packed head."""
+"""Multiplies a quantized head."""
 
 
 def unembed(x: Tensor, weight: Tensor, gemms: DecodingGemms) -> Tensor:
@@ -195,7 +196,7 @@ def unembed(x: Tensor, weight: Tensor, gemms: DecodingGemms) -> Tensor:
 
 
 def tune(model: Transformer, gemms: DecodingGemms, sizes: Sequence[int]) -> None:
-    """Find the fastest algorithms for the matrices of fused blocks, and of the head, in steps of so many tokens."""
+    """Find the fastest algorithms for the matrices of fused blocks, and of the head, in steps of `sizes` tokens."""
     blocks = [block.forward for block in model.layers.values() if type(block.forward) is FusedBlock]
     by_use: dict[tuple[str, bool, torch.Size], list[Tensor]] = {}
     for block in blocks:
@@ -214,8 +215,8 @@ def tune(model: Transformer, gemms: DecodingGemms, sizes: Sequence[int]) -> None
 
 
 def load_kernels(model: Transformer, counts: Iterable[int], unembed: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Multiply as the last block of a step with prompts does, and the head, for so many tokens that are sampled. Libraries load a
-    kernel when it is first used, for which they wait for the device, and which one it is depends on the number of rows."""
+    """Run the GEMMs of the last block in a step with prompts, and of the head, for these numbers of sampled tokens. Libraries load
+    a kernel at its first use and synchronize with the device for it, and the choice of kernel depends on the number of rows."""
     *_, last = model.layers.values()
     if not isinstance(last, Block) or type(last.forward) is not FusedBlock:
         return
@@ -230,8 +231,9 @@ def load_kernels(model: Transformer, counts: Iterable[int], unembed: Callable[[T
 def fuse(
     model: Transformer, positions: int, gemms: DecodingGemms, add_up: AddUp | None = None, first: bool = True
 ) -> int:
-    """Fuse the blocks of a model on a GPU that have the form for it, for sequences of so many positions; how many there are. Where
-    several devices have some of the columns each, `add_up` adds up what they made, and the `first` of them the residual stream."""
+    """Fuse the blocks of a model on a GPU that have the required form, for sequences of `positions` positions. Returns how many
+    were fused. Where ranks hold some of the columns each, `add_up` sums their partial results, and only the `first` rank adds the
+    residual stream."""
     config, device = model.config, next(model.parameters()).device
     rope = None
     if config.position == "rotary":
@@ -247,7 +249,7 @@ def fuse(
             block.forward = made(block, config, rope, last, add_up, first, gemms)  # type: ignore[method-assign]
             fused += 1
     if fused == len(model.layers):
-        model.rope_builder = lambda *_: None  # the kernels have it
+        model.rope_builder = lambda *_: None  # the kernels apply RoPE themselves
     norm = model.norm
     if isinstance(norm, Norm) and norm.bias is None and fused:
         from shardwise.model.kernels.rms_norm import rms_norm

@@ -1,7 +1,7 @@
-"""Initial weights as a function of seed, name and place in the parameter; the table of parameters names the distribution.
+"""Initial weights as a function of seed, name and index in the parameter; the parameter table names the distribution.
 
-So a rank draws the slices that it holds and nothing else, whatever the layout, and gets the bits that one device would have drawn.
-The memory of a start is that of those slices and of one block of `normal.py`.
+So a rank draws only the slices that it holds, whatever the layout, and gets the bits that one device would have drawn.
+Initialization takes the memory of those slices and of one block of `normal.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DRAWS = ContextVar("DRAWS", default=True)
 
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """While it is open, parameters get memory but no values: for a job that is only counted, a fifth of whose time drawing took."""
+    """Within this context parameters get memory but no values: for a dry run, where drawing took a fifth of the time."""
     token = DRAWS.set(False)
     try:
         yield
@@ -43,8 +43,8 @@ def draw(
     adapter: AdapterConfig = NO_ADAPTER,
     factor: float = 1.0,
 ) -> None:
-    """Fill a tensor with the initial value of a parameter, times `factor`, or with the box of it that begins at `offset`; computed
-    on `device`, or where the tensor is.
+    """Fill a tensor with the initial value of a parameter, times `factor`, or with the box of it that begins at `offset`. It is
+    computed on `device`, by default the tensor's device.
 
     Matrices that write to the residual stream start smaller by sqrt(2 layers), so that it does not grow with depth
     (Radford et al. 2019, section 2.3).
@@ -67,7 +67,7 @@ def draw(
 def initialize(
     model: nn.Module, config: ModelConfig, seed: int, prefix: str = "", adapter: AdapterConfig = NO_ADAPTER
 ) -> None:
-    """Give every parameter its initial value and every buffer zeros. `prefix` is where a part lies in the whole model."""
+    """Give every parameter its initial value and every buffer zeros. `prefix` is the name of `model` inside the whole model."""
     for name, parameter in model.named_parameters():
         draw(parameter.data, config, seed, f"{prefix}{name}", adapter=adapter)
     for buffer in model.buffers():

@@ -18,24 +18,24 @@ from shardwise.run import ModelConfig
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """16-bit tensors in float32, for arithmetic that 16 bits would spoil; others as they are."""
+    """16-bit tensors cast to float32, for computations that 16 bits would spoil; others unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 class Gemm:
-    """How matrices are multiplied, here by PyTorch in the dtype of the input: `multiply` and `put` take any two. A layer calls it
-    as a whole, or takes the three steps of training apart.
+    """How matrices are multiplied; this class uses PyTorch, in the dtype of the input. `multiply` and `put` take any two matrices.
+    A layer calls the object for the whole GEMM, or calls its three training steps separately.
 
-    `forward` gives the result and what the backward pass saves; `grad_input` the input's gradient and what the weight's gradient
-    needs; `grad_weight` that gradient, in the dtype of the weight.
+    `forward` returns the result and the tensors to save for backward; `grad_input` returns the input's gradient and the tensors
+    that the weight's gradient needs; `grad_weight` returns that gradient, in the dtype of the weight.
     """
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
-        """Two matrices multiplied."""
+        """The product of two matrices."""
         return left @ right
 
     def put(self, left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
-        """Write the GEMM of two matrices to one that may have a higher precision, or add it to what is there."""
+        """Write the product of two matrices to `out`, which may have a higher precision, or add it to `out`."""
         if out.dtype == left.dtype and not add:
             torch.mm(left, right, out=out)
         elif out.is_cuda and out.dtype != left.dtype:
@@ -47,7 +47,7 @@ class Gemm:
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def select(self, x: Tensor, weight: Tensor) -> Gemm:
-        """The GEMM that takes these shapes: this one, or its fallback."""
+        """The GEMM that supports these shapes: this one, or its fallback."""
         return self
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -67,8 +67,8 @@ class Gemm:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` computed in the dtype of its input. `gemm` multiplies, and may be replaced; a `compute_copy` is used in the
-    place of the matrix."""
+    """`nn.Linear` computed in the dtype of its input. `gemm` multiplies and may be replaced; a `compute_copy`, if set, is used
+    instead of the matrix."""
 
     gemm: Gemm = Gemm()
     compute_copy: Tensor | None = None
@@ -76,11 +76,11 @@ class Linear(nn.Linear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.lora: Any = None
-        """An adapter, whose output is added (`adapters.py`)."""
+        """An adapter; its output is added (`adapters.py`)."""
 
     @classmethod
     def taking_over(cls, linear: Linear) -> Self:
-        """A layer of this class in the place of another: the same parameters, multiplied by the same GEMM."""
+        """A layer of this class that replaces another: the same parameters, multiplied by the same GEMM."""
         made = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         made.weight, made.bias, made.gemm, made.lora = linear.weight, linear.bias, linear.gemm, linear.lora
         return made
@@ -96,11 +96,11 @@ class Linear(nn.Linear):
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
     def low_rank(self, x: Tensor) -> Tensor | None:
-        """What an adapter adds to the output."""
+        """The adapter's term of the output; None without an adapter."""
         return None if self.lora is None else self.lora(x)
 
     def joined(self, out: Tensor, low_rank: Tensor | None) -> Tensor:
-        """The output without its bias, with what an adapter makes of it."""
+        """`out`, the output without its bias, combined with the adapter's term."""
         return out if low_rank is None or self.lora is None else self.lora.join(out, low_rank, self.weight)
 
 
@@ -113,8 +113,8 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Ten
 
 
 class Norm(nn.Module):
-    """RMSNorm (Zhang & Sennrich 2019), or LayerNorm when `centered`. `normalize` computes it: another function may be put in its
-    place."""
+    """RMSNorm (Zhang & Sennrich 2019), or LayerNorm when `centered`. `normalize` computes it and may be replaced by another
+    function."""
 
     normalize: Callable[[Tensor, Tensor, Tensor | None, float], Tensor] = staticmethod(normalize)
 
@@ -149,17 +149,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": _squared_relu,
 }
-"""The function between the matrices of a feed-forward layer, or on its gate."""
+"""The activation between the matrices of a feed-forward layer, or on its gate."""
 
 
 def gated(function: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
-    """What is gated times a function of its gate."""
+    """`up` times a function of its gate."""
     return function(gate) * up
 
 
 class FeedForward(nn.Module):
-    """Two matrices with a function between them, which may be gated by a third matrix (Shazeer 2020). `gated` computes the product:
-    another function may be put in its place."""
+    """Two matrices with an activation between them, which may be gated by a third matrix (Shazeer 2020). `gated` computes the
+    product and may be replaced by another function."""
 
     gated: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor] = staticmethod(gated)
 

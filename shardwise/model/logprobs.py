@@ -1,14 +1,15 @@
-"""Log-probabilities of given tokens, of which an objective makes its loss, without ever holding the logits of all tokens.
+"""Log-probabilities of given tokens, from which an objective computes its loss, without ever holding the logits of all tokens.
 
-What a token's log-probability weighs in the loss is known only when all of them are: of preferences, a term is made of the sums
-over two documents. So the logits are made twice, some tokens at a time: forward for the log-probabilities, and again backward for
-their gradient. The loss and its gradient by the log-probabilities are made at once in the forward pass; besides the hidden
-states only that gradient and the log-sum-exp of each token stay until the backward pass.
+The weight of a token's log-probability in the loss is known only when all of them are: a preference loss has terms with the sums
+over two documents. So the logits are computed twice, some tokens at a time: in the forward pass for the log-probabilities, and in
+the backward pass for their gradient. The forward pass also computes the loss and its gradient with respect to the
+log-probabilities. Besides the hidden states, only that gradient and the log-sum-exp of each token stay until the backward pass.
 
     forward      logits, their log-sum-exp, the logits of the given tokens; then the objective's loss and its gradient g
     backward     logits again; their gradient is g (one-hot - softmax), multiplied into those of the hidden states and the matrix
 
-A vocabulary that is cut over ranks has its part of both (`parallel/tensor.py`): two all-reduces of a few numbers for each token.
+With a vocabulary sharded over ranks, each rank computes its shard of both (`parallel/tensor.py`): two all-reduces of a few numbers
+for each token.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from shardwise.run.derive import CHUNK_BYTES, chunk_rows
 IGNORE_INDEX = -100
 
 Make = Callable[[Tensor], Tensor]
-"""What to make of the log-probabilities of targets, which have their shape and are 0 where a target is `IGNORE_INDEX`: a sum of
-terms. It is called once in a forward pass, on a leaf whose gradient is then asked for."""
+"""Computes a loss, a sum of terms, from the log-probabilities of targets. They have the targets' shape and are 0 where a target is
+`IGNORE_INDEX`. It is called once in a forward pass, on a leaf whose gradient is then computed."""
 
 
 class Logits(nn.Module):
-    """Rows of hidden states times the vocabulary; a module, so that who counts operations sees it in the backward pass too."""
+    """Rows of hidden states times the unembedding matrix; a module, so that operation counters see it in the backward pass too."""
 
     def __init__(self, gemm: Gemm) -> None:
         super().__init__()
@@ -42,10 +43,10 @@ class Logits(nn.Module):
 
 
 class LogProbHead(nn.Module):
-    """What loss heads have in common: a loss made of log-probabilities."""
+    """The common part of loss heads: a loss computed from log-probabilities."""
 
     start = 0
-    """The first token of the vocabulary that the matrix has."""
+    """The first token of the vocabulary in this rank's matrix."""
 
     def __init__(self, gemm: Gemm | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
         super().__init__()
@@ -53,19 +54,20 @@ class LogProbHead(nn.Module):
         self.logits = Logits(self.gemm)
 
     def most_rows(self, matrix: Tensor) -> int:
-        """Rows of the vocabulary on the rank that has most of them, by which the tokens are cut into chunks."""
+        """Vocabulary rows on the rank that has most of them; they decide how tokens are cut into chunks."""
         return len(matrix)
 
     def over_vocabulary(self, total: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
-        """The log-sum-exp of each row's logits, and the logits of its targets, over the whole vocabulary."""
+        """The log-sum-exp of each row's logits and the logits of its targets over the whole vocabulary, from those of this
+        rank."""
         return total, picked
 
     def likeliest(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the largest logits of each row [rows, k] and their tokens, those that are so over the whole vocabulary."""
+        """Each row's largest logits over the whole vocabulary and their tokens, from the largest [rows, k] of this rank."""
         return logits, tokens
 
     def gathered(self, x: Tensor) -> Tensor:
-        """The hidden states of all tokens, of which a rank may have its part."""
+        """The hidden states of all tokens, from this rank's slice of them."""
         return x
 
     @torch.no_grad()
@@ -91,7 +93,8 @@ class LogProbHead(nn.Module):
         return tokens.view(shape), (largest - total[:, None]).view(shape)
 
     def of_logprobs(self, x: Tensor, matrix: Tensor, targets: Tensor, make: Make) -> Tensor:
-        """What `make` makes of the log-probabilities of targets [batch, sequence], or of several a token [batch, sequence, k]."""
+        """The loss that `make` computes from log-probabilities of targets [batch, sequence], or of several a token [batch,
+        sequence, k]."""
         tokens = x.flatten(0, 1)
         width = at_least_float32(x[:0]).element_size()
         rows = chunk_rows(len(tokens), self.most_rows(matrix) * width, self.chunk_bytes)
@@ -115,7 +118,7 @@ class _OfLogProbs(torch.autograd.Function):
             total[chunk] = logits.logsumexp(dim=-1)
             if len(matrix):
                 picked[chunk] = torch.where(mine[chunk], logits.gather(-1, place[chunk]), 0)
-            del logits  # or the next ones would be made beside them
+            del logits  # otherwise the next chunk's would be allocated beside them
         total, picked = head.over_vocabulary(total, picked)
         counted = wanted != IGNORE_INDEX
         logprobs = torch.where(counted, picked - total[:, None], 0).view(targets.shape)
@@ -125,7 +128,7 @@ class _OfLogProbs(torch.autograd.Function):
             leaf = logprobs.detach().requires_grad_()
             loss = make(leaf)
             (grad,) = torch.autograd.grad(loss, leaf, allow_unused=True, materialize_grads=True)
-        ctx.save_for_backward(x, weight, total, grad.clone())  # which may be a view of more
+        ctx.save_for_backward(x, weight, total, grad.clone())  # a copy: it may be a view of a larger tensor
         ctx.targets, ctx.head, ctx.rows = targets, head, rows
         return loss.detach()
 
@@ -156,7 +159,7 @@ class _OfLogProbs(torch.autograd.Function):
 
 
 def local_places(targets: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Which targets are among so many rows of a vocabulary from `start`, and their row; the first where they are not."""
+    """Which targets are among `rows` rows of a vocabulary from `start`, and their row index; 0 for the others."""
     local = targets - start
     mine = (local >= 0) & (local < rows)
     return mine, local * mine

@@ -1,12 +1,12 @@
-"""Loss heads: hidden states, the unembedding matrix and targets to cross-entropies, summed over tokens, each times its weight.
+"""Loss heads: cross-entropies of hidden states, the unembedding matrix and targets, summed over tokens, each times its weight.
 
 `LinearCrossEntropy` is the reference: it holds the logits of all tokens, in float32, and two more such tensors for their gradient.
-`ChunkedCrossEntropy` gives the same loss without ever holding them. It takes some thousand tokens at a time, overwrites their
+`ChunkedCrossEntropy` computes the same loss without ever holding them. It takes some thousand tokens at a time, overwrites their
 logits with the gradient, and multiplies that into the gradients of the hidden states and of the matrix at once. So the forward
-pass does the work of both passes, and one chunk of 16-bit logits is all that is held. The gradient of the loss itself is not known
-then, but it is a scalar, by which the backward pass multiplies. What the sum is divided by is the objective's business
-(`train/objectives/`); so are weights, which are one where None. Targets not to be learned hold PyTorch's `ignore_index`. With
-`make` a head gives what that makes of the targets' log-probabilities instead (`logprobs.py`).
+pass does the work of both passes, and holds only one chunk of 16-bit logits. The gradient of the loss itself is not known then,
+but it is a scalar, so the backward pass multiplies by it. The objective chooses the divisor of the sum (`train/objectives/`) and
+the weights, which are one where None. Targets not to be learned hold PyTorch's `ignore_index`. With `make` a head returns the loss
+that `make` computes from the targets' log-probabilities instead (`logprobs.py`).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class LinearCrossEntropy(LogProbHead):
 
 
 class ChunkedCrossEntropy(LogProbHead):
-    """Logits and loss of some tokens at a time, with the gradients made on the way."""
+    """Logits and loss of some tokens at a time; the forward pass computes the gradients on the way."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES, gemm: Gemm | None = None) -> None:
         super().__init__(gemm, chunk_bytes)
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The cross-entropy of each row; its gradient takes the place of the logits."""
+        """The cross-entropy of each row; its gradient overwrites the logits."""
         return cross_entropy_and_grad(logits, targets)
 
     def forward(
@@ -92,7 +92,7 @@ class _Chunked(torch.autograd.Function):
                 gemm.put(logits, matrix, dx[chunk])
             if dw is not None:
                 gemm.put(logits.mT, x[chunk], dw, add=start > 0)
-            del logits  # or the next ones would be made beside them
+            del logits  # otherwise the next chunk's would be allocated beside them
         if dx is not None:
             ctx.save_for_backward(dx, dw)
             ctx.dtype = weight.dtype
@@ -101,15 +101,15 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None, None, None]:
         dx, dw = ctx.saved_tensors
-        # In place: nothing else holds them, and the matrix's is one of the largest tensors there are.
+        # In place: nothing else holds them, and the matrix's gradient is one of the largest tensors there are.
         if dw is not None:
-            foreach_mul_([dw], grads[0].to(dw.dtype))  # several times as fast as `mul_` with a scalar of the device
+            foreach_mul_([dw], grads[0].to(dw.dtype))  # several times as fast as `mul_` with a scalar on the device
             dw = dw.to(ctx.dtype)
         return dx.mul_(grads[0]), dw, None, None, None, None, None, None
 
 
 def cross_entropy_and_grad(logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross-entropy of each row [rows, vocabulary]; its gradient takes the place of the logits."""
+    """The cross-entropy of each row [rows, vocabulary]; its gradient overwrites the logits."""
     if logits.is_cuda and logits.dtype != torch.float64:
         from shardwise.model.kernels.cross_entropy import cross_entropy_and_grad_fused
 
@@ -118,7 +118,7 @@ def cross_entropy_and_grad(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy_and_grad_reference(logits: Tensor, targets: Tensor) -> Tensor:
-    """The same, one operation after the other."""
+    """The same in plain PyTorch operators."""
     upcast = at_least_float32(logits)
     counted = targets != IGNORE_INDEX
     index = torch.where(counted, targets, 0)[:, None]

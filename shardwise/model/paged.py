@@ -1,11 +1,11 @@
-"""A KV cache in pages (Kwon et al. 2023): memory for keys and values is cut into pages of some tokens each, and a sequence holds a
-table of the pages it uses, in any order. So sequences of any length share one pool without gaps, and a common prefix is stored
-once.
+"""A KV cache in pages (Kwon et al. 2023): memory for keys and values is cut into pages of a fixed number of tokens, and each
+sequence has a page table of the pages it uses, in any order. So sequences of any length share one pool without gaps, and a common
+prefix is stored once.
 
-A forward pass takes the new tokens of many sequences laid one after another, those with a single token first. `PagedBatch` says
-where each belongs. Pages are [pages, heads, tokens, width], so that the rows of a head that one kernel reads lie together. Page 0
-belongs to no one: padding writes there. The functions here are plain PyTorch, for CPUs and to compare with; `kernels/` has those
-for GPUs.
+A forward pass takes the new tokens of many sequences, concatenated, with the sequences of a single new token first. `PagedBatch`
+says which sequence and position each token belongs to. Pages are [pages, heads, tokens, width], so that a kernel reads the rows of
+one head from contiguous memory. Page 0 belongs to no sequence: padding is written there. The functions here are plain PyTorch, for
+CPUs and as a reference; `kernels/` has those for GPUs.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ class PagedBatch:
     """The new tokens of a forward pass and the sequences they continue. Tensors are int32, on the device."""
 
     table: Tensor
-    """[slots, pages]: the pages of every sequence that runs, by its slot."""
+    """[slots, pages]: the page table of every running sequence, by its slot."""
     slots: Tensor
-    """[sequences]: the slot of each."""
+    """[sequences]: the slot of each sequence."""
     starts: Tensor
-    """[sequences]: the tokens of each that are kept already."""
+    """[sequences]: how many tokens of each sequence are already in the cache."""
     cu_seqlens: Tensor
-    """[sequences + 1]: where the new tokens of each begin among all."""
+    """[sequences + 1]: where the new tokens of each sequence begin in the batch."""
     decodes: int
-    """How many of the sequences, the first ones, have one new token."""
+    """How many of the sequences, the first ones, decode: they have one new token."""
     counts: tuple[int, ...]
-    """The new tokens of each of the others."""
+    """The number of new tokens of each of the other sequences."""
     longest: int
-    """No sequence has more tokens in all, old and new, than this."""
+    """An upper bound on the tokens of any sequence, old and new."""
     positions: Tensor
-    """[tokens]: of the new tokens in their sequences."""
+    """[tokens]: the position of each new token in its sequence."""
     wanted: Tensor | None = None
-    """The new tokens (int64) whose result is asked for, which is all that fused blocks compute at the end; None: all."""
+    """Indices (int64) of the new tokens whose result is needed; fused blocks compute only these at the end. None: all."""
     shared: bool = False
-    """Whether some of the sequences are one and the same, with tokens that follow each other: guesses that are verified. The kernel
-    of single tokens then finds all new keys in their pages."""
+    """Whether several of the entries are one sequence at consecutive positions: draft tokens being verified. The decode kernel
+    then finds all new keys already in their pages."""
     tiles: dict[int, Tensor] = field(default_factory=dict)
-    """On GPUs, what the kernel of tiles runs over, by the first sequence that it attends for."""
+    """On GPUs, the tiles that the prefill kernel runs over, by the first sequence that it attends for."""
 
     def places(self, page_tokens: int) -> Tensor:
-        """Where the new tokens' keys go, among all tokens of all pages."""
+        """Where the new tokens' keys are written, as indices into the tokens of all pages."""
         rows = torch.arange(len(self.slots), device=self.slots.device)
         if self.counts:
             rows = torch.repeat_interleave(rows, self.cu_seqlens.diff(), output_size=len(self.positions))
@@ -62,7 +62,7 @@ class PagedBatch:
 def paged_attention_reference(
     q: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scale: float, window: int = 0
 ) -> Tensor:
-    """Attention of new tokens [tokens, heads, width], whose keys and values are in their pages already, to their sequences."""
+    """Attention of new tokens [tokens, heads, width] to their sequences. Their keys and values are already in their pages."""
     out = q.new_empty(*q.shape[:2], values.shape[-1])
     page_tokens = keys.shape[2]
     used = -(-batch.longest // page_tokens)
@@ -70,11 +70,11 @@ def paged_attention_reference(
     starts = batch.starts.long()
 
     def attend(rows: slice, queries: Tensor) -> Tensor:
-        """Queries [sequences, tokens, heads, width], the last tokens of as many sequences."""
+        """Queries [sequences, tokens, heads, width]: the last tokens of each sequence."""
         k, v = (x[table[rows].clamp(min=0)].transpose(1, 2).flatten(2, 3).to(q.dtype) for x in (keys, values))
         position = starts[rows, None] + torch.arange(queries.shape[1], device=q.device)
         key = torch.arange(k.shape[2], device=q.device)
-        # What no one sees may be anything, also no number, and nothing times that is not nothing.
+        # Keys and values that no query sees may hold anything, even NaN, and zero times NaN is not zero.
         there = key <= position[:, -1:]
         if window:
             there &= position[:, :1] - key < window
@@ -103,7 +103,7 @@ class PagedLayerCache(LayerCache):
         self.cache, self.keys, self.values, self.window = cache, keys, values, window
 
     def write(self, k: Tensor, v: Tensor | None) -> None:
-        """Put new keys and values [tokens, heads, width] into their pages."""
+        """Write new keys and values [tokens, heads, width] to their pages."""
         places, page_tokens = self.cache.places, self.keys.shape[2]
         page, offset = places // page_tokens, places % page_tokens
         self.keys[page, :, offset] = k.to(self.keys.dtype)
@@ -133,7 +133,7 @@ class PagedLayerCache(LayerCache):
         return out[None]
 
     def _attend_latents(self, q: Tensor, batch: PagedBatch, scale: float) -> Tensor:
-        """New tokens, one of each of the first sequences, whose latents are in their pages."""
+        """Decode: one new token for each of the first sequences, whose latents are in their pages."""
         from shardwise.model.kernels.attention.latent import latent_attention
 
         slots, starts = batch.slots[: len(q)], batch.starts[: len(q)]
@@ -148,8 +148,8 @@ class PagedLayerCache(LayerCache):
         norms: tuple[Tensor, Tensor, float] | None,
         scale: float,
     ) -> Tensor:
-        """The same of queries, keys and values [tokens, all heads x width] as one matrix gives them, by the kernels of a GPU, which
-        norm and rotate them as well; gives [tokens, heads x width]."""
+        """The same for queries, keys and values [tokens, all heads x width] as the joined matrix returns them, by GPU kernels that
+        also apply the norms and RoPE. Returns [tokens, heads x width]."""
         from shardwise.model.kernels.attention.decode import decode_attention
         from shardwise.model.kernels.attention.paged import rope_write
 
@@ -157,7 +157,7 @@ class PagedLayerCache(LayerCache):
         assert batch is not None
         split, width = batch.decodes, self.keys.shape[-1]
         arguments: tuple[Any, Any, Tensor, Tensor] = (rope, norms, self.keys, self.values)
-        if batch.shared:  # the kernel of single tokens then writes what is there already
+        if batch.shared:  # the decode kernel then rewrites keys and values that are already there
             rope_write(qkv, *arguments, cache.places, batch.positions, heads)
             arguments = (None, None, self.keys, self.values)
         if not batch.counts:
@@ -205,7 +205,8 @@ class PagedLayerCache(LayerCache):
         return self.attend_invariant(qkv[:, : heads * width].unflatten(1, (-1, width)), scale).flatten(1)
 
     def attend_invariant(self, q: Tensor, scale: float) -> Tensor:
-        """New tokens [tokens, heads, width] whose keys are in their pages, with bits that do not depend on the batch."""
+        """Attention of new tokens [tokens, heads, width] whose keys are in their pages, with bits that do not depend on the
+        batch."""
         batch = self.cache.batch
         assert batch is not None
         counts = (1,) * batch.decodes + batch.counts
@@ -222,7 +223,7 @@ class PagedLayerCache(LayerCache):
         return invariant_attention(q, self.keys, self.values, *where, batch.longest, scale, self.window)
 
     def _attend_tiles(self, q: Tensor, out: Tensor, batch: PagedBatch, first: int, scale: float) -> None:
-        """New tokens whose keys are in their pages, from the sequence `first` on."""
+        """Attention of new tokens whose keys are in their pages, for the sequences from `first` on."""
         from shardwise.model.kernels.attention.paged import paged_attention, tiles_of
         from shardwise.model.kernels.attention.tiles import prompt_tile
 
@@ -240,7 +241,7 @@ def _has_kernels(q: Tensor) -> bool:
 
 
 class PagedCache(Cache):
-    """Pages for all layers of a model, or of a stage of it. `batch` is set before each forward pass."""
+    """Pages for all layers of a model, or of a pipeline stage. `batch` is set before each forward pass."""
 
     def __init__(
         self,
@@ -254,7 +255,7 @@ class PagedCache(Cache):
         kv_heads: int = 0,
         invariant: bool = False,
     ) -> None:
-        """`sequences`: the most that run at a time. `kv_heads`: those of this rank, where it does not hold all. `invariant`: the
+        """`sequences`: the most that run at a time. `kv_heads`: the number on this rank, if it does not hold all. `invariant`: the
         bits of a token's attention do not depend on the batch."""
         heads, width, value_width = page_shape(config)
         self.page_tokens, self.invariant = page_tokens, invariant
@@ -274,19 +275,19 @@ class PagedCache(Cache):
             self.layers.append(PagedLayerCache(self, keys, values, config.sliding_window))
 
     def begin(self, batch: PagedBatch) -> None:
-        """Say what the next forward pass computes."""
+        """Set the batch that the next forward pass computes."""
         self.batch, self._places = batch, None
 
     @property
     def places(self) -> Tensor:
-        """Where the new tokens' keys go; the kernel of single tokens finds that itself."""
+        """Where the new tokens' keys are written; the decode kernel computes that itself."""
         if self._places is None:
             assert self.batch is not None
             self._places = self.batch.places(self.page_tokens)
         return self._places
 
     def scratch(self, heads: int) -> Any:
-        """Memory that the kernel of single tokens works in."""
+        """The decode kernel's scratch memory."""
         from shardwise.model.kernels.attention.decode import Scratch
 
         if self._scratch is None:
@@ -295,7 +296,7 @@ class PagedCache(Cache):
         return self._scratch
 
     def latent_scratch(self, heads: int) -> Any:
-        """The same for the kernel of latents."""
+        """The same for the decode kernel of latents."""
         from shardwise.model.kernels.attention.latent import latent_scratch
 
         if self._scratch is None:
@@ -304,12 +305,12 @@ class PagedCache(Cache):
         return self._scratch
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole pages of all layers."""
+        """Copy pages in all layers."""
         for tensor in self.tensors():
             tensor[targets] = tensor[sources]
 
     def tensors(self) -> list[Tensor]:
-        """The memory of all pages, the first dimension being the page."""
+        """The tensors that hold all pages; their first dimension is the page."""
         return [
             tensor
             for layer in self.layers
@@ -322,7 +323,7 @@ def _is_view(values: Tensor, keys: Tensor) -> bool:
 
 
 def page_shape(config: ModelConfig) -> tuple[int, int, int]:
-    """Key/value heads of a token in one layer, the width of a key, and that of a value."""
+    """Key/value heads of a token in one layer, the width of a key, and the width of a value."""
     if config.attention == "latent":
         return 1, config.kv_rank + config.rope_dim, config.kv_rank
     return config.kv_heads, config.key_dim, config.head_dim

@@ -18,7 +18,7 @@ from shardwise.run import ModelConfig
 
 Rope = tuple[
     Tensor, Tensor
-]  # cosines and sines, [batch, sequence, 1, width]; or what `alibi.py` adds to queries and keys
+]  # cosines and sines, [batch, sequence, 1, width]; or the elements that `alibi.py` appends to queries and keys
 
 
 def yarn_get_mscale(factor: float, weight: float) -> float:
@@ -41,7 +41,8 @@ def rotated_width(share: float, width: int) -> int:
 def rope_frequencies(config: ModelConfig, device: torch.device | str) -> tuple[Tensor, float]:
     """Radians per position for each pair, and the amplitude of the rotation."""
     width = config.rope_dim if config.attention == "latent" else config.head_dim
-    # Pairs that keep still come last: they have no frequency, and the rotated ones those of a head as wide as they are.
+    # Pairs that are not rotated come last, with frequency zero. The rotated ones have the frequencies of a head as
+    # wide as they are.
     rotated = rotated_width(config.rope_share, width)
     exponent = torch.arange(0, width, 2, dtype=torch.float64, device=device) / rotated
     freq = torch.where(exponent < 1, config.rope_theta**-exponent, 0.0)
@@ -72,8 +73,8 @@ def rope_cos_sin(
     dtype: torch.dtype,
     compute: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None,
 ) -> Rope:
-    """Cosines and sines for positions [batch, sequence], shared by all layers of a forward pass. `compute`, where it is given,
-    applies the functions to the angles [batch, sequence, 1, width]."""
+    """Cosines and sines for positions [batch, sequence], shared by all layers of a forward pass. `compute`, if given, applies the
+    functions to the angles [batch, sequence, 1, width]."""
     freq, amplitude = rope_frequencies(config, positions.device)
     angles = positions.to(torch.float64)[..., None] * freq
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]

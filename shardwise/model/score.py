@@ -1,5 +1,6 @@
-"""The head of a reward model: a score of each token, of which an objective makes its loss. As with log-probabilities
-(`logprobs.py`), the loss and its gradient by the scores are made in the forward pass, and only that gradient stays.
+"""The head of a reward model: a score for each token, from which an objective computes its loss. As with log-probabilities
+(`logprobs.py`), the forward pass computes the loss and its gradient with respect to the scores, and only that gradient is kept
+besides the inputs.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from shardwise.model.logprobs import Make
 
 
 class ScoreHead(nn.Module):
-    """Hidden states times one row. Every tensor rank has it, and scores its own part of the sequence."""
+    """Hidden states times a matrix of one row. Every tensor-parallel rank holds it, and scores its own slice of the sequence."""
 
     def __init__(self, gemm: Gemm | None = None) -> None:
         super().__init__()
         self.gemm = gemm or Gemm()
 
     def whole(self, scores: Tensor) -> Tensor:
-        """The scores of whole rows, of this rank's part of them."""
+        """The scores of complete rows, from this rank's slice of them."""
         return scores
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of whole rows."""
+        """This rank's slice of complete rows."""
         return whole
 
     def forward(
         self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None, *, make: Make
     ) -> Tensor:
-        """What `make` makes of the scores, which have the shape of the targets."""
+        """The loss that `make` computes from the scores, which have the shape of the targets."""
         return _OfScores.apply(x, matrix, self, make, torch.is_grad_enabled())
 
 

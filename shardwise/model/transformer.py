@@ -1,8 +1,8 @@
 """The decoder-only transformer on one device: GPT, OPT, BLOOM, Llama, Gemma, Qwen, Mixtral and DeepSeek are configurations of it.
 
-It knows nothing of parallelism, but names the parts where devices would have to talk to each other, as modules that can be
-replaced: the embedding, attention's `DotProductAttention`, the experts' dispatch, and the loss head. Nor does it know what is
-learned: who wants a loss says what is made of the last hidden states.
+It knows nothing of parallelism, but the parts where devices would have to communicate are modules that can be replaced: the
+embedding, attention's `DotProductAttention`, the experts' dispatch, and the loss head. Nor does it know the objective: to get a
+loss, a caller passes the function that computes it from the last hidden states.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from shardwise.model.varlen import Mask
 from shardwise.run import ModelConfig
 
 Finish = Callable[[Tensor, Tensor], Tensor]
-"""What to make of normed hidden states [batch, sequence, hidden] and the unembedding matrix [vocabulary, hidden]. It is called
-inside of the forward pass, where data parallelism has gathered the matrix."""
+"""Computes the result from normed hidden states [batch, sequence, hidden] and the unembedding matrix [vocabulary, hidden]. It is
+called inside the forward pass, where data parallelism has gathered the matrix."""
 
 
 class Output(NamedTuple):
-    """What a forward pass gives: logits, or what `finish` made; and, with MoE layers, the summed (balance, z) auxiliary losses,
-    unweighted."""
+    """The output of a forward pass: logits, or the result of `finish`; and, with MoE layers, the summed (balance, z) auxiliary
+    losses, unweighted."""
 
     result: Tensor
     auxiliary: Tensor | None
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward or MoE layer, each behind a norm and added to the residual stream; in a parallel block
-    (Wang & Komatsuzaki 2021, Chowdhery et al. 2022) both read a norm of what enters, the same or each its own."""
+    """Attention, then a feed-forward or MoE layer, each behind a norm and added to the residual stream. In a parallel block (Wang
+    & Komatsuzaki 2021, Chowdhery et al. 2022) both read the block's input, through the same norm or each through its own."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -61,11 +61,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, norm, head. `dtype` is that of the arithmetic; parameters may have a higher precision.
+    """Embedding, blocks, norm, head. `dtype` is the compute dtype; parameters may have a higher precision.
 
     `first` and `last` say whether this is the first and the last stage of a pipeline. Where it is not, the residual stream comes
-    in or goes out, and the modules not needed are None; `layers` are those of the stage. `loss` is the loss head, of which an
-    objective makes a loss.
+    in or goes out, and unneeded modules are None; `layers` are those of the stage. `loss` is the loss head, with which an
+    objective computes its loss.
     """
 
     embed: nn.Embedding | None
@@ -74,11 +74,12 @@ class Transformer(nn.Module):
     norm: nn.Module | None
     head: Linear | None
     gemm: Gemm = Gemm()
-    """Multiplies the last hidden states with the vocabulary."""
+    """Multiplies the last hidden states with the unembedding matrix."""
     frozen_embedding = False
-    """Whether the embedding takes no gradient. The residual stream then asks for one itself, so that all layers are alike."""
+    """Whether the embedding takes no gradient. The residual stream then requires one itself, so that all layers work the same
+    way."""
     invariant = False
-    """Whether a token's results are the same bits whatever else is computed (`invariant/`)."""
+    """Whether a token's results have the same bits whatever else is in the batch (`invariant/`)."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype | None = None, layers: Iterable[int] | None = None
@@ -108,10 +109,10 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         finish: Finish | None = None,
     ) -> Output:
-        """Tokens [batch, sequence] to logits, or to what `finish` makes of the last hidden states.
+        """Tokens [batch, sequence] to logits, or to the result of `finish` on the last hidden states.
 
-        `positions` count from 0 unless given; `documents` numbers the documents packed in a row, which then do not see
-        each other, or says where they begin (`VarlenMask`); with a `cache` the tokens continue the sequences it holds.
+        `positions` count from 0 unless given. `documents` numbers the documents packed in a row, which then do not attend to each
+        other, or says where they begin (`VarlenMask`). With a `cache` the tokens continue the sequences it holds.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -139,7 +140,8 @@ class Transformer(nn.Module):
         return x.requires_grad_() if self.frozen_embedding and torch.is_grad_enabled() else x
 
     def unembed(self, x: Tensor, finish: Finish | None) -> Tensor:
-        """The residual stream, normed, to logits or to what `finish` makes of it and of the head or, tied, the embedding."""
+        """The normed residual stream to logits, or to the result of `finish` on it and on the head's (if tied, the embedding's)
+        matrix."""
         vocabulary = self.head if self.head is not None else self.embed
         assert self.norm is not None
         assert vocabulary is not None
@@ -150,7 +152,7 @@ class Transformer(nn.Module):
 def make_stage(
     config: ModelConfig, dtype: torch.dtype | None, layers: Iterable[int], first: bool, last: bool
 ) -> Transformer:
-    """The part of the network that a stage of a pipeline runs, without memory yet."""
+    """The part of the network that a pipeline stage runs, without memory yet."""
     with torch.device("meta"):
         model = Transformer(config, dtype, layers)
     model.first, model.last = first, last

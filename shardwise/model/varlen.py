@@ -1,8 +1,8 @@
-"""Varlen attention: attention inside of packed documents, and of a sliding window, without a dense mask.
+"""Varlen attention: attention inside packed documents, and with a sliding window, without a dense mask.
 
 A dense mask holds a value for every pair of positions, most of them False, and PyTorch's kernels compute all pairs. On a GPU in 16
 bits, flash attention (Dao 2023) takes `cu_seqlens` and the window instead, and computes only the pairs they allow.
-`varlen_attention_reference` is the same by a dense mask.
+`varlen_attention_reference` computes the same with a dense mask.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from shardwise.torch_private import flash_attention_forward
 
 
 class VarlenMask(NamedTuple):
-    """Queries attend to their own document up to themselves, or to the last `window` positions of it."""
+    """Queries attend to their own document up to their own position, or to its last `window` positions."""
 
     cu_seqlens: Tensor | None
-    """Where each document begins, in rows laid one after the other, then, once or more, where all end; int32, on the device. None:
+    """Where each document begins in the concatenated rows, followed, once or more, by the end of all; int32, on the device. None:
     each row is one document."""
     window: int
     """0: no window."""
 
 
 Mask = Tensor | VarlenMask | None
-"""What a query attends to: a truth value for every pair, or the bounds of documents and window; None: causal attention."""
+"""Which keys a query attends to: a boolean for every pair, or the bounds of documents and the window; None: causal attention."""
 
 
 def cu_seqlens_of(documents: NDArray[np.int32]) -> NDArray[np.int32]:
     """`cu_seqlens` of documents numbered [rows, length]. Its length is a power of two plus one, so that batches seldom differ in
-    shape; what is left over repeats the end. (For each entry a backward pass holds 128 rows of queries in float32.)"""
+    shape; unused entries repeat the end. (For each entry the backward pass holds 128 rows of queries in float32.)"""
     first = np.ones(documents.shape, bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     found = np.flatnonzero(first)
@@ -62,7 +62,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, varlen: VarlenMask, scale:
 
 
 def varlen_attention_reference(q: Tensor, k: Tensor, v: Tensor, varlen: VarlenMask, scale: float) -> Tensor:
-    """The same, by a dense mask."""
+    """The same attention, with a dense mask."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     mask = dense_mask(varlen, q.shape[0], q.shape[2], q.device)
     out = F.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""Puts a run's layout on its model: one line an axis, and memory last, so that a rank never holds more than its shards."""
+"""Applies a run's layout to its model: one line per axis, and allocation last, so that a rank never holds more than its shards."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from shardwise.torch_private import cache_custom_autograd_functions, is_persiste
 
 @dataclass
 class Parallel:
-    """This rank's part of a model: its stages, the executor that runs them, and the parameters it holds."""
+    """This rank's share of a model: its stages, the executor that runs them, and the parameters it holds."""
 
     mesh: Mesh
     models: list[Transformer]
@@ -67,14 +67,14 @@ class Parallel:
 
     @property
     def own_models(self) -> list[Transformer]:
-        """Its stages without those that are copies of a stage on another rank of the pipeline."""
+        """Its stages, except copies of a stage on another rank of the pipeline."""
         held = self.pipeline.stages.items()
         return [stage.model for number, stage in held if number < self.pipeline.schedule.depth]
 
 
 def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> Parallel:
-    """Build this rank's part of the run's model, with initial weights that depend on seed and name alone. One that is `frozen` has
-    forward passes alone, and holds its parameters in the dtype of the arithmetic."""
+    """Build this rank's share of the run's model, with initial weights that depend only on the seed and the parameter's name. A
+    `frozen` model runs forward passes only, and holds its parameters in the compute dtype."""
     check_fp8(run.train.fp8, device)
     if run.train.invariant:
         check_invariant("train.invariant", run.model, getattr(torch, run.train.dtype), device)
@@ -133,7 +133,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
         copies = tuple(copy.tensor for copy in compute_copy.values())
         stages[number] = Stage(module, model, split, token_keys(model), copies)
         copied = run.model.tied_embeddings and not model.first and schedule.stages > 1
-        second = number >= schedule.depth  # of the stage on another rank that microbatches pass from the first end
+        second = number >= schedule.depth  # copies another rank's stage, which serves the first direction
         for name, parameter in model.named_parameters():
             entry, copy = find_parameter(run.model, name, run.adapter), second or (copied and name == "embed.weight")
             shard = _shard(entry, parameter)
@@ -151,13 +151,14 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
 
 
 def compiled(forward: Callable[..., Any], *, accumulates: bool, gathers: bool) -> Callable[..., Any]:
-    """A layer compiled; GEMMs of this project accumulate into sums that follow them. Where it gathers a sequence over tensor ranks,
-    nothing else is put into that memory while the storage lives: it is known by its storage when a backward pass saves it
-    (`activations/saving.py`), so what lay there next would be taken for it."""
+    """A compiled layer. With `accumulates`, this project's GEMMs accumulate onto the tensor that their result is added to. Where
+    the layer gathers a sequence over tensor ranks, no other buffer may use that memory while the storage lives: a backward pass
+    recognises saved tensors by their storage (`activations/saving.py`), and would take another tensor there for the gathered
+    one."""
     cache_custom_autograd_functions()
     options: dict[str, Any] = {}
     if accumulates:
-        from shardwise.model.gemm.accumulate import ACCUMULATE  # which loads the compiler
+        from shardwise.model.gemm.accumulate import ACCUMULATE  # imports the compiler
 
         options["joint_custom_post_pass"] = ACCUMULATE
     if gathers:
@@ -166,7 +167,7 @@ def compiled(forward: Callable[..., Any], *, accumulates: bool, gathers: bool) -
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Every parameter: its full name, the module that holds it, its name there."""
+    """Every parameter: its full name, the module that holds it, its name in that module."""
     return [
         (f"{path}.{leaf}" if path else leaf, owner, leaf, parameter)
         for path, owner in model.named_modules()
@@ -175,7 +176,7 @@ def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Paramete
 
 
 def _cut(model: nn.Module, run: Run, mesh: Mesh, frozen: bool) -> None:
-    """Leave of each parameter what the tensor and the expert axis leave on this rank, still without memory."""
+    """Reduce each parameter to this rank's slice along the tensor and expert axes, still on the meta device."""
     high = torch.float64 if run.train.dtype == "float64" else torch.float32
     for name, owner, leaf, _ in _parameters(model):
         entry = find_parameter(run.model, name, run.adapter)
@@ -187,7 +188,7 @@ def _cut(model: nn.Module, run: Run, mesh: Mesh, frozen: bool) -> None:
 
 @torch.no_grad()
 def _materialize(model: nn.Module, run: Run, mesh: Mesh, device: torch.device) -> None:
-    """Give this rank's slices of the parameters memory and their initial values, and buffers zeros."""
+    """Allocate this rank's slices of the parameters and set their initial values; set buffers to zero."""
     sharded = {(each.module, each.name): each for m in sharded_modules(model) for each in sharded_parameters(m)}
     drawn = Quantizer(lambda name: _whole(run, name, device), run.adapter.double_quantization)
     for name, owner, leaf, parameter in _parameters(model):
@@ -203,7 +204,7 @@ def _materialize(model: nn.Module, run: Run, mesh: Mesh, device: torch.device) -
             whole = drawn.part(name) if entry.dtype else row_lengths(_whole(run, matrix_of(name), device))
             values.copy_(local_slice(whole, cuts, mesh))
             continue
-        # Blocks are drawn on the device, also for values that are offloaded from it.
+        # Random blocks are drawn on the device, even for values that are offloaded from it.
         factor = initial_factor(entry, run.model, run.train)
         draw(
             values, run.model, run.train.seed, name, box_of(entry.shape, cuts, mesh).offset, device, run.adapter, factor
@@ -215,7 +216,7 @@ def _materialize(model: nn.Module, run: Run, mesh: Mesh, device: torch.device) -
 
 
 def _whole(run: Run, name: str, device: torch.device) -> Tensor:
-    """The initial value of a whole matrix, as the arithmetic would have it."""
+    """The initial value of a full matrix, in the compute dtype."""
     values = torch.empty(find_parameter(run.model, name).shape, dtype=getattr(torch, run.train.dtype), device=device)
     if device.type != "meta":
         draw(values, run.model, run.train.seed, name)
@@ -223,7 +224,7 @@ def _whole(run: Run, name: str, device: torch.device) -> Tensor:
 
 
 def _place_adapters(model: nn.Module, run: Run, mesh: Mesh) -> None:
-    """Tell adapters which columns of their matrices this rank has."""
+    """Tell adapters which columns of their matrices this rank holds."""
     for name, module in model.named_modules():
         if isinstance(module, LowRank):
             entry = find_parameter(run.model, f"{name}.A.weight", run.adapter)
@@ -235,7 +236,7 @@ def _place_adapters(model: nn.Module, run: Run, mesh: Mesh) -> None:
 
 
 def _keep_in_4_bits(model: nn.Module, run: Run, mesh: Mesh) -> None:
-    """Let the matrices that are kept so be of 4 bits, each a slice of blocks of the whole one."""
+    """Store the matrices that QLoRA quantizes in 4 bits, each as a slice of the full matrix's blocks."""
     double = run.adapter.double_quantization
 
     def place(name: str) -> tuple[int, int]:
@@ -252,7 +253,7 @@ def _keep_in_4_bits(model: nn.Module, run: Run, mesh: Mesh) -> None:
 
 
 def _shard(entry: Parameter, parameter: Tensor) -> Cut | None:
-    """How `fully_shard` has cut a parameter; the last dimension of its mesh is the one that shards."""
+    """How `fully_shard` has sharded a parameter; the last dimension of its mesh is the sharding one."""
     if not isinstance(parameter, DTensor):
         return None
     placement = parameter.placements[-1]
@@ -261,8 +262,8 @@ def _shard(entry: Parameter, parameter: Tensor) -> Cut | None:
 
 
 def _add_pipeline_groups(run: Run, mesh: Mesh, schedule: Schedule) -> None:
-    """A group of the first and the last stage's rank of this pipeline, when each holds a copy of a tied embedding; and of the two
-    ranks that hold the same stages, one for each direction."""
+    """Add a group of the ranks of this pipeline's first and last stage, when each holds a copy of a tied embedding; and a group of
+    the two ranks that hold the same stages, one for each direction."""
     placement, ranks, here = schedule.placement, mesh.pipeline_ranks(), mesh.index("pipeline")
     if run.model.tied_embeddings and placement[0] != placement[-1]:
         mesh.add_group("tied", [ranks[placement[0]], ranks[placement[-1]]])

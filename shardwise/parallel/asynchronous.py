@@ -1,15 +1,16 @@
 """Asynchronous pipelines, PipeDream and PipeDream-2BW (`schedules/asynchronous.py` says which weights a microbatch uses).
 
-A step runs all its forward passes here, and as many backward passes as the rank is not behind: those of the microbatches that went
-forward first, of the step before at the beginning. Weights are updated between two passes, as soon as a step's gradients are whole.
-Memory: the latest weights and some versions before them, each as large as the parameters. Traffic is that of 1F1B.
+A step runs all its forward passes. On a rank d stages before the last, each is followed by one backward pass once more than d
+microbatches are in flight. The oldest microbatch goes backward first, so a step begins with backward passes of the step before.
+Weights are updated between two passes, as soon as a step's gradients are complete. Memory: the latest weights and some earlier
+versions, each as large as the parameters. Traffic is that of 1F1B.
 
-Data ranks of a stage are equally far behind, so they update together, and add up gradients as in any pipeline. Versions are sharded
-as the parameters are (`shard.py`). Passes alternate between versions, so each gathers what it uses, whatever ZeRO's stage: as much
-traffic as with ZeRO-3.
+Data ranks of a stage are equally far behind, so they update together, and sum gradients as in any pipeline. Versions are sharded
+like the parameters (`shard.py`). Passes alternate between versions, so each pass gathers its weights, whatever the ZeRO stage: the
+traffic is that of ZeRO-3.
 
-`drain` runs the backward passes that are left. It changes nothing of what is learned, since the version that a microbatch uses
-follows from its number, and is done before weights are looked at: for an evaluation, a checkpoint, the end.
+`drain` runs the remaining backward passes. It does not change what is learned, since a microbatch's version follows from its
+number. It runs before weights are read: for an evaluation, a checkpoint, the end.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from shardwise.torch_private import local_shard, sharded_parameters
 
 
 class Stream(P2PChannel):
-    """What this rank exchanges with its neighbours over all steps: activations from one, gradients from the other, in order."""
+    """This rank's P2P channel to its neighbours over all steps: activations from one, gradients from the other, in order."""
 
     def __init__(self, schedule: Schedule, mesh: Mesh, like: Tensor) -> None:
         super().__init__(schedule, mesh, like)
@@ -47,21 +48,21 @@ class Stream(P2PChannel):
 
 
 class Versions:
-    """The weights of this rank, the latest and some before."""
+    """This rank's weights: the latest version and some earlier ones."""
 
     def __init__(self, parameters: list[nn.Parameter], models: Iterable[nn.Module]) -> None:
         self.parameters = parameters
         modules = (m for model in models for m in sharded_modules(model))
         self.sharded = {each.shard: each.memory for m in modules for each in sharded_parameters(m)}
         self.aliases: list[Tensor] = []
-        """What the optimizer updates, in the memory of the parameters."""
+        """The tensors that the optimizer updates, in the memory of the parameters."""
         self.latest = 0
-        """Updates so far."""
+        """Number of updates so far."""
         self.before: dict[int, list[Tensor]] = {}
-        """Earlier versions by the number of updates behind them."""
+        """Earlier versions, by the number of updates they include."""
 
     def advance(self, oldest: int) -> None:
-        """Put the latest by, as far as versions from `oldest` on are needed: an update follows, in memory of its own."""
+        """Keep the latest version if versions from `oldest` on are needed; the update that follows then gets its own memory."""
         self.forget(oldest)
         if self.latest >= oldest:
             self.before[self.latest] = self.now()
@@ -69,15 +70,15 @@ class Versions:
         self.latest += 1
 
     def forget(self, oldest: int) -> None:
-        """Drop the versions before one."""
+        """Drop the versions before `oldest`."""
         self.before = {number: kept for number, kept in self.before.items() if number >= oldest}
 
     def now(self) -> list[Tensor]:
-        """The weights that the network has, of this rank's shards."""
+        """The network's current weights: this rank's shards."""
         return [local_shard(p).data for p in self.parameters]
 
     def copied(self) -> list[Tensor]:
-        """The same, in memory of their own."""
+        """Copies of the current weights."""
         return [_copied(values) for values in self.now()]
 
     def _use(self, weights: list[Tensor]) -> None:
@@ -94,7 +95,7 @@ class Versions:
 
     @contextlib.contextmanager
     def using(self, number: int) -> Iterator[None]:
-        """While it is open, the network has that version."""
+        """While this context is open, the network has version `number`."""
         if number == self.latest:
             yield
             return
@@ -106,54 +107,54 @@ class Versions:
             self._use(now)
 
     def restart(self, latest: int, before: dict[int, list[Tensor]]) -> None:
-        """Go on after so many updates, with these versions before the latest."""
+        """Continue after `latest` updates, with these earlier versions."""
         self.latest, self.before = latest, before
 
 
 def _copied(shard: Tensor) -> Tensor:
-    """A shard in memory of its own, with the padding that it is gathered with."""
+    """A copy of a shard, with the padding that it is gathered with."""
     return _whole(shard).clone().as_strided(shard.shape, shard.stride(), shard.storage_offset())
 
 
 def _whole(shard: Tensor) -> Tensor:
-    """All that is in the memory of a shard."""
+    """All of a shard's memory, as a flat tensor."""
     return shard.as_strided((shard.untyped_storage().nbytes() // shard.element_size(),), (1,), 0)
 
 
 class AsynchronousPipeline(Pipeline):
-    """Runs this rank's part of an asynchronous pipeline."""
+    """Runs this rank's stage of an asynchronous pipeline."""
 
     versions: Versions
     update: Callable[[], None]
-    """Called when the gradients of a step are whole; what it returns from, the next step has."""
+    """Called when the gradients of a step are complete; the next step has the updated weights."""
 
     def attach(self, versions: Versions, update: Callable[[], None], clear: Callable[[], None]) -> None:
-        """What holds the weights, what updates them, and what drops gradients that were used."""
+        """Set the holder of the weights, the function that updates them, and the function that drops used gradients."""
         self.versions, self.update, self.clear = versions, update, clear
-        self.used = True  # whether an update has used the gradients that stand
+        self.used = True  # whether an update has used the current gradients
         self.behind = self.mesh.size("pipeline") - 1 - self.mesh.index("pipeline")
-        self.flying: deque[int] = deque()  # microbatches between their passes, counted over all steps
-        self.number = 0  # of the next one that goes forward
+        self.flying: deque[int] = deque()  # microbatches between forward and backward pass, counted over all steps
+        self.number = 0  # of the next microbatch that goes forward
         self.microbatches: Any = {}
         self.stream: Stream | None = None
 
     def version(self, number: int) -> int:
-        """The version that a microbatch uses here."""
+        """The version that a microbatch uses on this rank."""
         return version_of(self.schedule.name, self.behind, self.schedule.microbatches, number)
 
     @property
     def kept(self) -> int:
-        """Versions kept beside the latest."""
+        """Number of versions kept besides the latest."""
         return versions_kept(self.schedule.name, self.behind, self.schedule.microbatches)
 
     def restart(self, step: int) -> None:
-        """Go on after so many steps."""
+        """Continue after this many steps."""
         self.number = step * self.schedule.microbatches
 
     def run(
         self, microbatches: list[Microbatch], like: Tensor, objective: Objective, factor: Tensor | float | None
     ) -> Tensor:
-        """The forward passes of a step, and the backward passes of those microbatches that are due."""
+        """Run the forward passes of a step, and the backward passes that are due."""
         if factor is None:
             self.drain()
             return super().run(microbatches, like, objective, factor)
@@ -183,14 +184,14 @@ class AsynchronousPipeline(Pipeline):
         return list(self.microbatches.values())
 
     def drain(self) -> None:
-        """The backward passes that are left, and their update."""
+        """Run the remaining backward passes, and their update."""
         while self.flying:
             self._back()
         if self.stream is not None:
             self.stream.close()
 
     def _back(self) -> None:
-        """The backward pass of the microbatch that has waited longest; behind the last one of a step, the update."""
+        """Run the backward pass of the oldest microbatch in flight; after the last one of a step, the update."""
         number = self.flying.popleft()
         if self.used:
             self.clear()

@@ -1,8 +1,8 @@
-"""Attention of a block of queries to a block of keys of a longer sequence, with the log-sum-exp by which blocks are merged.
+"""Attention of a block of queries to a block of keys of a longer sequence, with the log-sum-exp that merges blocks.
 
-On a GPU in 16 bits these are kernels of this project, which give outputs in float32: those of PyTorch are rounded to 16 bits, and
-merging them would round once more for every block. The backward pass of a block that is seen as a whole, or causal, is the kernel
-that PyTorch would take (cuDNN's or flash attention). Elsewhere it is plain arithmetic, in float32 for 16-bit inputs.
+On a GPU in 16 bits these are this project's kernels, which return float32 outputs: PyTorch's kernels round outputs to 16 bits, and
+merging them would round once more per block. The backward pass of a block without a mask, or with a causal one, is the kernel that
+PyTorch would choose (cuDNN's or flash attention). Elsewhere it is plain PyTorch, in float32 for 16-bit inputs.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from shardwise.torch_private import fused_attention_backward, fused_sdp_choice
 
 
 class Bounds(NamedTuple):
-    """Which keys each query sees: those at places from `low[batch or 1, query]` to its own. Places of keys grow."""
+    """Which keys each query sees: those at positions `low[batch or 1, query]` to its own. Key positions increase."""
 
     low: Tensor
     place: Tensor
     key_place: Tensor
     pairs: float
-    """Of a query and a key that it sees, if every row is one document."""
+    """Number of (query, visible key) pairs, if every row is one document."""
 
     def dense(self) -> Tensor:
-        """The same as truth values [batch or 1, 1, queries, keys]."""
+        """The same as a boolean mask [batch or 1, 1, queries, keys]."""
         seen = (self.key_place >= self.low[..., None]) & (self.key_place <= self.place[:, None])
         return seen[:, None]
 
 
 class Causal:
-    """As many queries as keys at the same places: each sees those up to itself."""
+    """Queries and keys have the same positions: each query sees the keys up to its own position."""
 
 
 CAUSAL = Causal()
@@ -45,7 +45,7 @@ Kernels = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor
 
 
 def row_bounds(documents: Tensor | None, window: int, length: int, device: torch.device) -> Tensor | None:
-    """The first place that each place of a row sees, [batch or 1, length]; None where that is the row's first."""
+    """The first position that each position of a row sees, [batch or 1, length]; None where that is always the row's first."""
     if documents is None and not 0 < window < length:
         return None
     place = torch.arange(length, device=device, dtype=torch.int32)[None]
@@ -60,8 +60,8 @@ def row_bounds(documents: Tensor | None, window: int, length: int, device: torch
 def block_mask(
     low: Tensor | None, window: int, packed: bool, queries: np.ndarray, keys: np.ndarray, device: torch.device
 ) -> BlockMask:
-    """What queries at some places see of keys at some places, none of which lies behind all of them. `low` are the bounds of rows;
-    where these are not `packed` from documents, a block well inside of the window needs none."""
+    """The mask of queries at some positions over keys at some positions, where no key comes after the last query. `low` holds the
+    bounds of rows; where they do not come from `packed` documents, a block well inside the window needs none."""
     same = len(queries) == len(keys) and bool((queries == keys).all())
     simple = same or bool(keys[-1] <= queries[0])
     inside = low is None or (not packed and window > queries[-1] - keys[0])
@@ -85,7 +85,7 @@ def _dense(mask: BlockMask, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
-    """The kernel that PyTorch would take for such inputs; all of them give the log-sum-exp."""
+    """The kernel that PyTorch would choose for such inputs; all of them return the log-sum-exp."""
     from torch.nn.attention import SDPBackend
 
     grouped = k.shape[1] != q.shape[1]
@@ -101,8 +101,8 @@ def _for_queries(x: Tensor, heads: int) -> Tensor:
 
 
 def attend_block(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: BlockMask) -> tuple[Tensor, Tensor]:
-    """Attention of queries [batch, heads, queries, width] to keys and values of as many or fewer heads, and the log-sum-exp of its
-    scores; both may have a higher precision than the inputs."""
+    """Attention of queries [batch, heads, queries, width] to keys and values with the same number of heads or fewer, and the
+    log-sum-exp of its scores; both results may have a higher precision than the inputs."""
     if _fits_kernels(q):
         from shardwise.model.kernels.attention.bounded import bounded_attention, whole_attention
 
@@ -115,7 +115,7 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: BlockMask)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, float("-inf"))
     lse = scores.logsumexp(dim=-1)
-    # A query that sees nothing here has a log-sum-exp of -inf; zero weights, not NaN, are meant.
+    # A query that sees no key here has a log-sum-exp of -inf; its weights must be zero, not NaN.
     weights = (scores - lse.masked_fill(lse == float("-inf"), 0)[..., None]).exp()
     return weights @ _for_queries(v, q.shape[1]), lse
 
@@ -131,7 +131,8 @@ def attend_block_backward(
     scale: float,
     mask: BlockMask,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a block, given the output and the log-sum-exp of whole rows, and `delta`, the row sums of grad x output."""
+    """Gradients of a block, given each row's output and log-sum-exp over all its keys, and `delta`, the row sums of grad x
+    output."""
     if _fits_kernels(q):
         if isinstance(mask, Bounds):
             from shardwise.model.kernels.attention.bounded import bounded_attention_backward
@@ -155,19 +156,19 @@ KERNELS: Kernels = (attend_block, attend_block_backward)
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two attentions over different keys as one over both (online softmax, Milakov & Gimelshein 2018)."""
+    """Merge attention over two disjoint sets of keys into attention over both (online softmax, Milakov & Gimelshein 2018)."""
     total = torch.logaddexp(lse, more_lse)
     base = total.masked_fill(total == float("-inf"), 0)
     return out * (lse - base).exp()[..., None] + more * (more_lse - base).exp()[..., None], total
 
 
 def row_sums(grad: Tensor, out: Tensor) -> Tensor:
-    """The row sums of grad x output, which the backward pass of every block needs."""
+    """The row sums of grad x output, needed by the backward pass of every block."""
     return (at_least_float32(grad) * at_least_float32(out)).sum(dim=-1)
 
 
 class Part(NamedTuple):
-    """Queries and keys that one call attends with: slices of what is here, and what they see."""
+    """One attention call: its slices of the queries and keys on this rank, and its mask."""
 
     queries: slice
     keys: slice
@@ -175,8 +176,8 @@ class Part(NamedTuple):
 
 
 class Blockwise(torch.autograd.Function):
-    """Attention of queries to keys that are all here, part by part, heads laid out [batch, sequence, heads, width]. Every query is
-    in some part with each of the keys it sees. `parts` are made twice, so that no mask is kept for the backward pass."""
+    """Attention of queries to keys that are all on this rank, part by part, heads laid out [batch, sequence, heads, width]. For
+    each key that a query sees, some part contains both. `parts` is called twice, so that no mask is saved for the backward pass."""
 
     @staticmethod
     def forward(
@@ -215,13 +216,13 @@ class Blockwise(torch.autograd.Function):
 
 
 def zeros_for_sums(x: Tensor) -> Tensor:
-    """Zeros of a shape, in a precision to add in."""
+    """Zeros of the same shape, in a dtype to accumulate in."""
     return torch.zeros(
         x.shape, dtype=torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype, device=x.device
     )
 
 
 def add_block_gradients(sums: tuple[Tensor, ...], block: tuple[Tensor, ...]) -> None:
-    """Add the gradients of a block to those of the whole."""
+    """Add the gradients of a block to those of the full tensors."""
     for total, one in zip(sums, block, strict=True):
         total += one

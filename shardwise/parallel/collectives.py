@@ -1,11 +1,11 @@
-"""Communication inside the forward pass, each with its gradient. A group of None is one rank: nothing is sent.
+"""Collectives inside the forward pass, each with its gradient. A group of None is one rank: nothing is sent.
 
-If all ranks of a group hold the same result and continue alike, each rank's gradient is already complete
-(`all_reduce_replicated`). If they continue with different work on a common input, their gradients are partial and are added
+If all ranks of a group hold the same result and continue identically, each rank's gradient is already complete
+(`all_reduce_replicated`). If they do different work on a common input, their gradients are partial and are summed
 (`all_gather_sequence`).
 
-Inside of compiled layers they are operators of this project, which the compiler leaves whole; elsewhere autograd functions, so that
-what counts messages sees those of PyTorch.
+Inside compiled layers they are custom operators, which the compiler does not break up; elsewhere they are autograd functions, so
+that message counters see PyTorch's own collectives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Group = dist.ProcessGroup | None
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """The shards of all ranks, one after another along `dim`."""
+    """The shards of all ranks, concatenated along `dim`."""
     if group is None:
         return x
     if torch.compiler.is_compiling():
@@ -39,12 +39,12 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _lies_first(x: Tensor, dim: int) -> bool:
-    """Whether the shards along `dim` lie one after the other in memory: in a sequence, where a microbatch has one row."""
+    """Whether the shards along `dim` are consecutive in memory, as those of a sequence are when a microbatch has one row."""
     return x.shape[:dim].numel() == 1
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
-    """The sum over ranks, of which each rank gets its shard along `dim`."""
+    """The sum over ranks; each rank gets its shard along `dim`."""
     if group is None:
         return x
     size = dist.get_world_size(group)
@@ -55,7 +55,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _gathered(x: Tensor, group: Group, dim: int, again: bool) -> Tensor:
-    """The same, of which a backward pass may save the shard alone, to gather it `again`."""
+    """The same; with `again`, a backward pass may save only the shard and gather it again."""
     whole = all_gather(x, group, dim)
     if again:
         note(whole, (x,), lambda shard: all_gather(shard, group, dim))
@@ -117,7 +117,7 @@ def _all_to_all(x: Tensor, group: Group, received: list[int], sent: list[int]) -
     "shardwise::all_gather", mutates_args=(), schema="(Tensor x, str group, int dim, bool again) -> Tensor"
 )
 def _all_gather_op(x: Tensor, group: str, dim: int, again: bool) -> Tensor:
-    # Compiled code reuses the memory of what it no longer needs, so a shard to gather again must have its own.
+    # Compiled code reuses the memory of dead tensors, so a shard to gather again must have its own.
     return _gathered(x.clone() if again else x, group_named(group), dim, again)
 
 
@@ -184,35 +184,35 @@ _all_to_all_op.register_autograd(
 
 
 def all_gather_sequence(x: Tensor, group: Group, dim: int = 1, *, again: bool = True) -> Tensor:
-    """All shards of a sequence; the ranks go on with different work, so their gradients are added and scattered. What a backward
-    pass saves of it is gathered `again` there (`activations/saving.py`)."""
+    """All shards of a sequence; the ranks continue with different work, so their gradients are reduce-scattered. With `again`, a
+    backward pass saves only the shard, and gathers it again (`activations/saving.py`)."""
     if group is not None and torch.compiler.is_compiling():
         return _all_gather_op(x, group.group_name, dim, again)
     return x if group is None else _AllGatherSequence.apply(x, group, dim, again)
 
 
 def reduce_scatter_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """Partial results added, each rank keeping its shard of the sequence."""
+    """Sum of partial results; each rank keeps its shard of the sequence."""
     if group is not None and torch.compiler.is_compiling():
         return _reduce_scatter_op(x, group.group_name, dim)
     return x if group is None else _ReduceScatterSequence.apply(x, group, dim)
 
 
 def all_reduce_replicated(x: Tensor, group: Group) -> Tensor:
-    """Partial results added, the whole on each rank, which each takes the gradient of."""
+    """Sum of partial results; every rank holds the full sum, and takes its gradient."""
     if group is not None and torch.compiler.is_compiling():
         return _all_reduce_op(x, group.group_name)
     return x if group is None else _AllReduceReplicated.apply(x, group)
 
 
 def all_to_all(x: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
-    """All-to-all of rows: `sent[r]` of mine go to rank r, `received[r]` of rank r's come here, in the order of ranks."""
+    """All-to-all of rows: `sent[r]` rows go to rank r, `received[r]` rows come from rank r, in rank order."""
     if group is not None and torch.compiler.is_compiling():
         return _all_to_all_op(x, group.group_name, received, sent)
     return x if group is None else _AllToAll.apply(x, group, received, sent)
 
 
 def all_reduced(x: Tensor, group: Group) -> Tensor:
-    """A sum over the ranks of a group, which takes no gradient; in the memory of this rank's part."""
+    """A sum over the ranks of a group, without a gradient; written in place."""
     dist.all_reduce(x, group=group)
     return x

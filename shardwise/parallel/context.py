@@ -1,15 +1,15 @@
-"""Context parallelism: each rank holds a part of every sequence, and attention alone communicates.
+"""Context parallelism: each rank holds a shard of every sequence, and only attention communicates.
 
-A sequence is cut into 2c chunks; rank r takes chunk r and chunk 2c-1-r (zig-zag), so that causal work is the same on every
-rank. Activations fall by c. Three ways to attend to the other ranks' keys and values, with n = batch x sequence/c x heads x width:
-- ring (Liu et al. 2023): keys and values travel round, 2(c-1) n_kv forward; backward 2(c-1) n_kv, and 2c n_kv of their
-  gradients, which go the full round home; blocks are merged by their log-sum-exp, and chunks that lie in the future are never
-  computed.
-- ulysses (Jacobs et al. 2023): all-to-alls make of a part of the sequence with all heads the whole sequence with a part of
-  the heads and back; (c-1)/c of 2 n_q + 2 n_kv forward, the same backward. When c does not divide the key/value heads they
-  are repeated for each query head: n_kv is then n_q.
-- gather (Llama 3, Grattafiori et al. 2024): keys and values of all ranks are gathered, 2(c-1) n_kv forward, the same backward.
-All numbers are for each layer and microbatch. For parameters a context rank is one more data rank (`shard.py`).
+A sequence is cut into 2c chunks; rank r takes chunk r and chunk 2c-1-r (zig-zag), so that causal work is the same on every rank.
+Activations shrink by c. There are three ways to attend to the other ranks' keys and values, with n = batch x sequence/c x heads x
+width:
+- ring (Liu et al. 2023): keys and values travel round the ring, 2(c-1) n_kv forward; backward 2(c-1) n_kv, and 2c n_kv of their
+  gradients, which travel the full round home. Blocks are merged by their log-sum-exp, and chunks in the future are never computed.
+- ulysses (Jacobs et al. 2023): all-to-alls turn a shard of the sequence with all heads into the whole sequence with a shard of the
+  heads, and back; (c-1)/c of 2 n_q + 2 n_kv forward, the same backward. When c does not divide the key/value heads, they are
+  repeated for each query head: n_kv is then n_q.
+- gather (Llama 3, Grattafiori et al. 2024): keys and values of all ranks are all-gathered, 2(c-1) n_kv forward, the same backward.
+All numbers are per layer and microbatch. For parameters a context rank is one more data rank (`shard.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from shardwise.parallel.p2p import exchange
 
 
 def zigzag_positions(length: int, ranks: int, rank: int) -> np.ndarray:
-    """The places in a sequence that a rank holds: one chunk from the front and its mirror image from the back."""
+    """The positions of a sequence that a rank holds: one chunk from the front and its mirror image from the back."""
     if ranks == 1:
         return np.arange(length)
     chunk = length // (2 * ranks)
@@ -59,8 +59,8 @@ def zigzag(length: int, ranks: int, rank: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ContextMask:
-    """What the attention of a split sequence needs to know: the documents of whole rows as they were given (or None), the sliding
-    window, and, made of both, the first place that each place of a row sees (None: the row's first)."""
+    """What the attention of a split sequence needs: the documents of whole rows as given (or None), the sliding window, and,
+    computed from both, the first position that each position of a row sees (None: the row's first)."""
 
     documents: Tensor | None
     window: int
@@ -68,7 +68,7 @@ class ContextMask:
 
 
 class ContextMaskBuilder(nn.Module):
-    """In the place of the one-device mask: passes on what the masks of blocks are made from."""
+    """Replaces the one-device mask builder: passes on the inputs of the blocks' masks."""
 
     def __init__(self, window: int, ranks: int, whole_rows: bool) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class ContextMaskBuilder(nn.Module):
 
 
 class _Ring:
-    """Passes tensors round the ranks of a group, one step at a time, in both directions of a pair without deadlock."""
+    """Passes tensors round the ranks of a group, one step at a time; two ranks that exchange with each other do not deadlock."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -89,14 +89,14 @@ class _Ring:
         self.last = dist.get_global_rank(group, (self.rank - 1) % self.ranks)
 
     def pass_on(self, x: Tensor) -> tuple[Tensor, list[Any]]:
-        """Start sending `x` to the next rank; gives the buffer that fills from the last one, and what to wait for."""
+        """Start sending `x` to the next rank; returns the buffer that fills from the previous rank, and the work to wait for."""
         buffer = torch.empty_like(x)
         return buffer, exchange(x.contiguous(), self.next, buffer, self.last, self.group)
 
 
 def ring_part(rank: int, owner: int, ranks: int, length: int, mask: ContextMask, device: torch.device) -> Part:
-    """Which queries of a rank see which keys of another, `length` being that of a rank's part of the sequence. Of a rank before it
-    all of them see the front chunk, and of one behind it the back chunk sees both; the others lie in the future."""
+    """Which queries of a rank see which keys of `owner`; `length` is that of a rank's shard of the sequence. All queries see the
+    front chunk of an earlier rank; only the back chunk sees a later rank, both its chunks. The other pairs lie in the future."""
     half, whole = length // 2, length * ranks
     mine = slice(half, length) if owner > rank else slice(0, length)
     theirs = slice(0, half) if owner < rank else slice(0, length)
@@ -105,7 +105,7 @@ def ring_part(rank: int, owner: int, ranks: int, length: int, mask: ContextMask,
 
 
 def gather_parts(rank: int, ranks: int, length: int, mask: ContextMask, device: torch.device) -> list[Part]:
-    """Each of a rank's two chunks of queries with the keys before it, and with those at its own places."""
+    """Each of a rank's two chunks of queries with the keys before it, and with the keys at its own positions."""
     half, place = length // 2, zigzag_positions(length * ranks, ranks, rank)
     found = []
     for mine in (slice(0, half), slice(half, 2 * half)):
@@ -137,7 +137,7 @@ class _RingAttentionFunction(torch.autograd.Function):
             block = kernels[0](queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs], scale, seen)
             if step:
                 out[:, :, mine], lse[:, :, mine] = merge(out[:, :, mine], lse[:, :, mine], *block)
-            else:  # my own keys, which all of my queries see
+            else:  # this rank's own keys, which all of its queries see
                 out, lse = at_least_float32(block[0]), block[1]
             if step < ring.ranks - 1:
                 for work in waiting:
@@ -185,7 +185,7 @@ class _RingAttentionFunction(torch.autograd.Function):
 
 
 class RingAttention(nn.Module):
-    """Attention over a ring of ranks. `kernels` compute a block of it, forward and backward: others may be put in their place."""
+    """Attention over a ring of ranks. `kernels` compute a block of it, forward and backward, and may be replaced."""
 
     def __init__(self, scale: float, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -193,14 +193,14 @@ class RingAttention(nn.Module):
         self.group = group
         self.kernels = KERNELS
 
-    @torch.compiler.disable  # the compiler does not know messages between two ranks
+    @torch.compiler.disable  # the compiler does not know P2P messages
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
         return _RingAttentionFunction.apply(q, k, v, mask, self.scale, self.group, self.kernels)
 
 
 class GatherAttention(nn.Module):
-    """Attention to keys and values gathered from all ranks. A chunk of queries sees the keys before it as a whole, and those at its
-    own places up to itself, so no mask is needed."""
+    """Attention to keys and values gathered from all ranks. A chunk of queries sees all keys before it, and the keys at its own
+    positions causally, so no mask is needed."""
 
     def __init__(self, scale: float, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class GatherAttention(nn.Module):
 
 
 class UlyssesAttention(nn.Module):
-    """Attention over whole sequences, a part of the heads on each rank; `masks` makes its mask, as on one device."""
+    """Attention over whole sequences, with a shard of the heads on each rank; `masks` makes its mask, as on one device."""
 
     masks: nn.Module
 
@@ -235,7 +235,7 @@ class UlyssesAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
         ranks = dist.get_world_size(self.group)
-        if k.shape[2] % ranks:  # too few key/value heads to deal out: repeat each for the query heads that use it
+        if k.shape[2] % ranks:  # too few key/value heads to divide: repeat each for the query heads that use it
             groups = q.shape[2] // k.shape[2]
             k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
         places = torch.cat([zigzag(q.shape[1] * ranks, ranks, r) for r in range(ranks)]).to(q.device)
@@ -245,7 +245,7 @@ class UlyssesAttention(nn.Module):
         return self._to_sequence(out.index_select(1, places), ranks)
 
     def _swap(self, x: Tensor, ranks: int) -> Tensor:
-        """All-to-all of the first dimension, dealt out evenly."""
+        """All-to-all over the first dimension, in equal shares."""
         rows = [x.shape[0] // ranks] * ranks
         return all_to_all(x, self.group, rows, rows)
 
@@ -268,7 +268,7 @@ METHODS: dict[str, Callable[[float, dist.ProcessGroup], nn.Module]] = {
 
 
 def apply_context(model: Transformer, mesh: Mesh, method: str) -> None:
-    """Put attention that sees across the context ranks in the place of the one-device one."""
+    """Replace one-device attention by attention across the context ranks."""
     group: Group = mesh.group("context")
     if group is None:
         return

@@ -1,22 +1,23 @@
 """Expert parallelism: experts are divided over ranks, and tokens travel to their experts and back by all-to-all.
 
-A rank holds 1/e of the experts. Traffic of a rank for each MoE layer and microbatch: dispatch sends the rows of its tokens whose
-experts are elsewhere, combine those it computed for others; backward the same. With an even load that is four times
+A rank holds 1/e of the experts. Traffic per rank, MoE layer and microbatch: dispatch sends the rows of its tokens whose experts are
+on other ranks, combine sends back the rows it computed for others; backward does the same. With an even load that is four times
 (tokens x k x hidden) x (e-1)/e elements, and one all-to-all of counts, (e-1)/e of `experts` int64. No token is dropped unless a
-capacity is set: then each sequence gives an expert at most ceil(capacity x sequence x k / experts) tokens, the earliest ones,
+capacity is set: then each sequence sends an expert at most ceil(capacity x sequence x k / experts) tokens, the earliest ones,
 whatever the layout.
 
 With expert tensor parallelism the experts' inner width is cut over the tensor ranks too. The sequence is then all-gathered before
-and reduce-scattered after, as for dense layers and besides what shared experts do, and with it the k choices (int64) and weights
-of each token; the weights' gradients are reduce-scattered. Without it each tensor rank sends the tokens of its shard of the
-sequence and holds its experts whole; their gradients are all-reduced over the tensor ranks once a step (`gradients.py`).
+and reduce-scattered after, as for dense layers and in addition to the shared experts' own collectives. The k choices (int64) and
+weights of each token are all-gathered with it; the weights' gradients are reduce-scattered. Without it, each tensor rank sends the
+tokens of its shard of the sequence and holds its experts uncut; their gradients are all-reduced over the tensor ranks once a step
+(`gradients.py`).
 
-Where adapters of experts draw dropout, the number of each row's token (int64) travels with it, forward. DoRA's lengths of the rows
-of the experts' last matrix, where its columns are cut over the tensor ranks, are all-reduced there.
+Where adapters of experts use dropout, each row's token number (int64) travels with the row, in the forward pass. Where the columns
+of the experts' last matrix are cut over the tensor ranks, DoRA's norms of its rows are all-reduced over them.
 
-Balance statistics are those of whole sequences, so 2 x batch x experts elements are all-reduced over the ranks that share one
-(context x tensor) for each MoE layer and microbatch; with a capacity the k choices (int64) of its tokens are all-gathered too.
-Once a step the loads, MoE layers x experts in float32, are all-reduced over replicate, shard x context, and tensor.
+Balance statistics cover whole sequences, so 2 x batch x experts elements are all-reduced over the ranks that share a sequence
+(context x tensor), per MoE layer and microbatch; with a capacity the k choices (int64) of its tokens are all-gathered too. Once a
+step the loads, MoE layers x experts in float32, are all-reduced over replicate, shard x context, and tensor.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from shardwise.parallel.mesh import Mesh
 
 
 class SequenceParallelRouter(Router):
-    """A router that is given a part of each sequence, and takes balance over the whole of it."""
+    """A router that sees one shard of each sequence, and computes balance statistics over the full sequence."""
 
     def __init__(self, router: Router, sequence: Group, places: Tensor) -> None:
-        """In the place of a one-device router. `places` says where in the sequence the tokens of all ranks lie, rank after rank."""
+        """Replaces a one-device router. `places` holds the positions in the sequence of all ranks' tokens, rank after rank."""
         with torch.device("meta"):
             super().__init__(router.config)
         self.weight, self.load = router.weight, router.load
@@ -63,7 +64,8 @@ class SequenceParallelRouter(Router):
         return counts, all_reduce_replicated(probabilities, self.sequence), length * ranks
 
     def within_capacity(self, chosen: Tensor) -> Tensor:
-        # Who came first is a question of the whole sequence: gather the choices, put them in order, and take mine back.
+        # Which tokens come first depends on the whole sequence: gather the choices, sort them, and take this rank's
+        # back.
         everyone = all_gather(chosen, self.sequence, 1)
         order = self.places.to(chosen.device)
         whole = super().within_capacity(everyone.index_select(1, order.argsort()))
@@ -76,8 +78,8 @@ class ExpertParallelMoE(MoE):
     """An MoE layer whose experts live on several ranks."""
 
     def __init__(self, moe: MoE, group: Group, tensor: Group, sequence: tuple[int, int]) -> None:
-        """In the place of a one-device layer, of its modules; `group` divides the experts, `tensor` the width of each. Of each
-        sequence that a context rank has, this rank has one of several parts: `sequence` says which, and of how many."""
+        """Replaces a one-device layer and reuses its modules; `group` divides the experts, `tensor` the width of each. This rank
+        has one shard of each of its context rank's sequences: `sequence` is (index of the shard, number of shards)."""
         nn.Module.__init__(self)
         self.router, self.experts, self.shared = moe.router, moe.experts, moe.shared
         self.group = group
@@ -103,30 +105,30 @@ class ExpertParallelMoE(MoE):
         return out, auxiliary
 
     def run_experts(self, rows: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Rows sorted by expert, through the experts wherever they are."""
+        """Run rows sorted by expert through the experts, whichever rank holds them."""
         return self.experts(rows, counts, keys) if self.group is None else self._exchanged(rows, counts, keys)
 
-    @torch.compiler.disable  # the host reads counts here
+    @torch.compiler.disable  # host sync: the counts are read here
     def _exchanged(self, rows: Tensor, counts: Tensor, keys: Tensor | None) -> Tensor:
         ranks = dist.get_world_size(self.group)
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)
-        # Sizes of messages must be known to the host, which waits for them once.
+        # The host must know the message sizes, so it waits for them once.
         both = torch.stack((counts, theirs)).view(2, ranks, -1).sum(dim=2)
         sent, received = self.experts.read_counts(both, len(rows))
-        if sum(sent) < len(rows):  # the rest belongs to no expert
+        if sum(sent) < len(rows):  # the remaining rows belong to no expert
             rows, keys = rows[: sum(sent)], None if keys is None else keys[: sum(sent)]
         arrived = all_to_all(rows, self.group, received, sent)
         if keys is not None:
             keys = all_to_all(keys, self.group, received, sent)
-        # They arrive by rank and then expert; the experts want them by expert.
+        # Rows arrive by rank and then expert; the experts want them by expert.
         owner = torch.arange(theirs.numel() // ranks, device=rows.device).repeat(ranks)
         owner = owner.repeat_interleave(theirs, output_size=len(arrived))
         done = self._by_expert(arrived, owner, theirs.view(ranks, -1).sum(dim=0), keys)
         return all_to_all(done, self.group, sent, received)
 
     def _by_expert(self, rows: Tensor, owner: Tensor, counts: Tensor, keys: Tensor | None) -> Tensor:
-        """Rows through the expert that each belongs to, `counts` for each; results in the order of the rows."""
+        """Run each row through its expert, `counts` rows per expert; results are in the order of the rows."""
         if has_fused_kernels(rows):
             places, counts = sort_by_expert(owner[:, None], len(counts))
             keys = None if keys is None else dispatched_keys(keys, places, len(rows))
@@ -138,7 +140,7 @@ class ExpertParallelMoE(MoE):
 
 
 def apply_expert(model: Transformer, mesh: Mesh, expert_tensor: bool, seq_len: int) -> None:
-    """Deal the experts out, and make routers count whole sequences."""
+    """Divide the experts over ranks, and make routers count whole sequences."""
     for block in model.layers.values():
         assert isinstance(block, Block)
         moe = block.ffn

@@ -1,13 +1,13 @@
 """fp8 all-gather of sharded weights: a rank quantises its shard before the all-gather, so a parameter of an fp8 GEMM travels as one
 byte instead of two, and the gathered matrix takes half the memory.
 
-Tensor-wise scaling needs the amax of a whole matrix before any shard of it is quantised: the amax of all matrices are computed
-together and all-reduced once at the start of a step's passes, four bytes a matrix. A row lies on one rank, so row-wise scaling
-needs no all-reduce; four bytes a row travel along with it. Either way the result is that of a rank holding the whole matrix.
-`fully_shard` asks shards that have two methods what to send and what to make of it. torchao answers by a wrapping tensor; here the
-methods are put on the shard, which stays a plain tensor to everything else, above all to the optimizer. The protocol wants all
-shards padded alike, which scales by row are not where rows do not divide, and shards in the CPU's memory lose the methods on the
-way to the GPU: both are gathered in 16 bits.
+Tensor-wise scaling needs the amax of a full matrix before any of its shards is quantised: the amaxes of all matrices are computed
+together and all-reduced once at the start of a step's passes, four bytes per matrix. A row lies on one rank, so row-wise scaling
+needs no all-reduce; four bytes per row are gathered with it. Either way the result is that of a rank holding the full matrix.
+`fully_shard` asks shards that have two extension methods what to send, and how to rebuild the parameter. torchao implements them in
+a wrapper tensor; here the methods are set on the shard, which stays a plain tensor to everything else, above all to the optimizer.
+Two cases are gathered in 16 bits: row-wise scales where rows do not divide evenly, since the protocol wants all shards padded to
+the same size; and shards in CPU memory, which lose the methods on the way to the GPU.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from shardwise.torch_private import foreach_copy_, foreach_norm, sharded_paramet
 
 
 class Shard:
-    """This rank's rows of a matrix that is gathered in fp8: says what to send and what to make of it."""
+    """This rank's rows of a matrix that is gathered in fp8: decides what to send, and rebuilds the gathered matrix."""
 
     def __init__(self, rows: Tensor) -> None:
-        self._rows = weakref.ref(rows)  # the rows hold this, so not the other way round
+        self._rows = weakref.ref(rows)  # the rows hold this object, so it holds them weakly
         rows.fsdp_pre_all_gather = self.send  # type: ignore[attr-defined]
         rows.fsdp_post_all_gather = self.receive  # type: ignore[attr-defined]
 
@@ -48,7 +48,7 @@ class Shard:
     def send(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
-        """What to send of this shard; and what to remember until the others' arrive, which is nothing."""
+        """The tensors to send of this shard, and the metadata to keep until the all-gather is done, which is None."""
         rows = -(-outer_size[0] // mesh.size())
         fp8_rows, *scales = self.quantized()
         if fp8_rows.shape[0] < rows:
@@ -58,22 +58,22 @@ class Shard:
     def receive(
         self, gathered: tuple[Tensor, ...], remembered: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The matrix that has arrived; `out` is the one made of it before, whose memory has been filled anew."""
+        """The gathered matrix; `out` is the one built before, whose memory has been refilled."""
         if out is not None:
             return None
         return Fp8Matrix(gathered[0], self.scale_of(gathered), dtype), gathered
 
     def quantized(self) -> tuple[Tensor, ...]:
-        """The rows in fp8, and what else must be sent to read them."""
+        """The rows in fp8, and the scales that must be sent with them, if any."""
         raise NotImplementedError
 
     def scale_of(self, gathered: tuple[Tensor, ...]) -> Tensor:
-        """The scale of the whole matrix, which stays the same tensor."""
+        """The scale of the full matrix, which stays the same tensor."""
         raise NotImplementedError
 
 
 class TensorWiseShard(Shard):
-    """With the scale of the whole matrix, found before."""
+    """Quantised with the scale of the full matrix, computed beforehand."""
 
     def __init__(self, rows: Tensor) -> None:
         super().__init__(rows)
@@ -87,7 +87,7 @@ class TensorWiseShard(Shard):
 
 
 class RowWiseShard(Shard):
-    """With the scales of its own rows."""
+    """Quantised with the scales of its own rows."""
 
     def quantized(self) -> tuple[Tensor, ...]:
         return cast_rows(self.rows, E4M3)
@@ -97,7 +97,7 @@ class RowWiseShard(Shard):
 
 
 class Scales:
-    """The amax of every matrix gathered in fp8 with one scale, and the scales made of them."""
+    """The amax of every matrix gathered in fp8 with one scale, and the scales computed from them."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -105,10 +105,10 @@ class Scales:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Find the scales of parameters as they are now; every rank of the group calls this."""
+        """Compute the scales of the current parameters; every rank of the group calls this."""
         if not self.shards:
             return
-        # A shard may be empty, where there are fewer rows than ranks; zero is no larger than anything.
+        # A shard may be empty, where there are fewer rows than ranks; its amax of zero never exceeds another.
         amax = torch.zeros(len(self.shards), device=self.shards[0].amax.device)
         here = [
             (place, shard.rows) for place, shard in zip(amax.unbind(), self.shards, strict=True) if shard.rows.numel()
@@ -127,7 +127,7 @@ def enable_fp8_all_gather(block: nn.Module, run: Run, scales: Scales, ranks: int
     assert isinstance(block, FSDPModule)
     for parameter in sharded_parameters(block):
         linear = isinstance(parameter.module, Linear) and parameter.name == "weight"
-        # Where a rank uses some rows of a matrix only, it takes them of the high-precision one.
+        # A rank that uses only some rows of a matrix takes them from the high-precision one.
         if not linear or isinstance(parameter.module, ReplicatedKVLinear):
             continue
         rows, columns = parameter.shape

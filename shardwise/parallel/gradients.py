@@ -1,12 +1,12 @@
-"""What remains to be done with gradients after the backward pass, whatever the layout: add partial sums over ranks, take the norm
-over everything exactly once, scale.
+"""What remains to be done with gradients after the backward pass, whatever the layout: sum partial gradients over ranks, take the
+norm over each element exactly once, scale.
 
-Traffic a step and rank: over t tensor ranks one all-reduce, 2(t-1)/t of the gradients of what is not cut (norms, routers,
-keys and values of fewer heads than ranks, experts without expert tensor parallelism), of the local shard where ZeRO shards
-them; one of the embedding's gradient between the first and last stage where it is tied; one of every gradient between two ranks
-that hold the same stages, where microbatches enter a pipeline at both ends. Each rank has a share of the norm
-(`squared_norm`), which the step adds over all ranks: four float64 values, the count of tokens and the wish to stop ahead of
-the passes, then the norm's share and the loss.
+Traffic per step and rank: over t tensor ranks one all-reduce, 2(t-1)/t of the gradients of uncut parameters (norms, routers, keys
+and values of fewer heads than ranks, experts without expert tensor parallelism), of the local shard where ZeRO shards them; one of
+the embedding's gradient between the first and last stage where it is tied; one of every gradient between two ranks that hold the
+same stages, where microbatches enter a pipeline at both ends. Each rank has a share of the norm (`squared_norm`), which the step
+sums over all ranks. The step's sums are four float64 values: the token count and the request to stop before the passes, then the
+norm's share and the loss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.torch_private import foreach_mul_, foreach_norm
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Those of one dtype together."""
+    """Tensors grouped by dtype."""
     found: dict[torch.dtype, list[Tensor]] = {}
     for t in tensors:
         found.setdefault(t.dtype, []).append(t)
@@ -33,7 +33,7 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def all_reduce_together(tensors: list[Tensor], group: Group) -> None:
-    """One message for many small tensors."""
+    """All-reduce many small tensors in one message per dtype."""
     for same in _by_dtype(tensors):
         flat = torch.cat([t.flatten() for t in same])
         dist.all_reduce(flat, group=group)
@@ -42,7 +42,7 @@ def all_reduce_together(tensors: list[Tensor], group: Group) -> None:
 
 
 def reduce_partial_gradients(held: Iterable[LocalParameter], mesh: Mesh) -> None:
-    """Add the gradients that are partial sums on several ranks, beyond what data parallelism has added."""
+    """Sum the gradients that are partial on several ranks, beyond the sums of data parallelism."""
     held = list(held)
     if mesh.group("tensor") is not None:
         whole = [h.grad for h in held if "tensor" not in h.axes]
@@ -54,8 +54,8 @@ def reduce_partial_gradients(held: Iterable[LocalParameter], mesh: Mesh) -> None
     elif mesh.group("tied") is not None:
         all_reduce_together(tied, mesh.group("tied"))
     if mesh.group("mirror") is not None:
-        for h in held:  # one by one and in place: together they are as large as the gradients
-            if h.leaf.requires_grad and h.leaf.grad is None:  # where a step is so short that nothing went this way
+        for h in held:  # one by one and in place: a joint buffer would be as large as the gradients
+            if h.leaf.requires_grad and h.leaf.grad is None:  # in a step too short for any microbatch to go this way
                 h.leaf.grad = torch.zeros_like(h.leaf)
             if h.grad is not None and h.grad.numel():
                 dist.all_reduce(h.grad, group=mesh.group("mirror"))
@@ -68,8 +68,9 @@ def squared_norm(
     device: torch.device,
     known: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """This rank's share of the squared norm of the whole model's gradient: added over all ranks, or those of a replica that rarely
-    speaks to others, each element counts once. Of gradients that have left the only rank that has them, `known` has the norms."""
+    """This rank's share of the squared norm of the full model's gradient: summed over all ranks, or over those of one replica where
+    replicas rarely communicate, each element counts once. `known` holds the norms of gradients that have left the only rank that
+    had them."""
     if known:
         return torch.stack([known[h.name] for h in held if h.name in known]).double().square().sum().to(device)
     by_replicas: dict[int, list[Tensor]] = {}
@@ -88,7 +89,7 @@ def squared_norm(
 
 @torch.no_grad()
 def scale_gradients(gradients: Iterable[Tensor | None], factor: Tensor) -> None:
-    """All gradients times one factor."""
+    """Multiply all gradients by one factor."""
     some = [g for g in gradients if g is not None and g.numel()]
     if some:
         foreach_mul_(some, factor.to(some[0]))

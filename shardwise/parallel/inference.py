@@ -1,18 +1,18 @@
-"""The axes put on a model that is served: a forward pass of a few tokens in each step, which no axis can cut along the sequence.
+"""The parallel axes of a served model: each step is a forward pass of a few tokens, which no axis can cut along the sequence.
 
-Tensor parallelism in its first form (Shoeybi et al. 2019): matrices are cut into columns, then rows, and what the ranks have made
-is all-reduced, two times tokens x hidden elements for each layer, and once for the embedding. The head is cut by vocabulary, and
-its logits are gathered, rows x vocabulary elements, for every rank to pick the same tokens from. Experts, whole or columns of them,
-stand where `run/served.py` says. Each rank routes all tokens, computes what it has of their experts, and one all-reduce adds up
-those and the shared experts. Stages send the residual stream on, tokens x hidden elements of each step.
+Tensor parallelism has its original form (Shoeybi et al. 2019): matrices are cut into columns, then rows, and the ranks' partial
+results are all-reduced, two times tokens x hidden elements per layer, and once for the embedding. The head is cut by vocabulary,
+and its logits are gathered, rows x vocabulary elements, so that every rank samples the same tokens. `run/served.py` places the
+experts, whole or cut into columns. Each rank routes all tokens and computes the experts or columns it holds, and one all-reduce
+sums these and the shared experts. Stages send the residual stream on, tokens x hidden elements per step.
 
-A ring adds up the elements of a message in an order that depends on where they stand in it, so a token's sum depends on the batch.
-Where that must not be (`serve.invariant`), each tensor rank gathers what the others have made and adds it up in the order of the
-ranks: t - 1 times tokens x hidden elements in the place of less than two. Whole experts are exact: what one rank has made of a
-choice is all-reduced with the zeros of the others, k times as many elements, and weighed afterwards as on one device.
+A ring all-reduce sums elements in an order that depends on their position in the message, so a token's sum depends on the batch.
+Where that must not be (`serve.invariant`), each tensor rank gathers the others' partial results and sums them in rank order: t - 1
+times tokens x hidden elements instead of less than two. Whole experts are exact: the result of the rank that computes a choice is
+all-reduced with zeros from the others, k times the elements, and weighted afterwards as on one device.
 
-A rank's kv heads are its own pages, so keys and values fall by t, down to one head. The modules' shapes are those of the weights a
-rank holds, so all else is the model's own code.
+A rank's pages hold only its own kv heads, so the KV cache shrinks by t, down to one head. The modules have the shapes of a rank's
+weights, so everything else is the model's own code.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from shardwise.run.served import ServingRank
 from shardwise.torch_private import is_persistent
 
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
-"""Gives the box of a named tensor of the whole model that begins at an offset and has a size."""
+"""Returns the box of a named tensor of the full model, given its offset and size."""
 AddUp = Callable[[Tensor], Tensor]
-"""Adds up what the ranks have each made, in place."""
+"""Sums the ranks' partial results, in place."""
 
 
 class Peers:
-    """The other ranks of a replica, as a forward pass on this one needs them."""
+    """The other ranks of a replica, as needed by a forward pass on this one."""
 
     def __init__(self, layout: LayoutConfig, invariant: bool = False) -> None:
-        """Every rank of the world makes one, at the same time. `invariant`: add up in one order, whatever else is added up."""
+        """Every rank of the world creates one, at the same time. `invariant`: sum in one order, whatever else is in the message."""
         self.invariant = invariant
         self.place = place = ServingRank(layout, dist.get_rank())
         self.stage = _group(place.stage_ranks, "stage")
@@ -58,12 +58,12 @@ class Peers:
 
     @property
     def first(self) -> bool:
-        """Whether it is the first of those that add up: the one to add the residual stream."""
+        """Whether this is the first of the ranks that sum: the one that adds the residual stream."""
         return self.place.tensor_index == 0
 
     @property
     def recordable(self) -> bool:
-        """Whether its sums may be part of a CUDA graph: those of NCCL are kernels, those of gloo go through the host."""
+        """Whether its collectives may be captured in a CUDA graph: those of NCCL are kernels, those of gloo go through the host."""
         return "nccl" in dist.get_backend_config()
 
     def add_up(self, x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Peers:
         return x
 
     def gather(self, logits: Tensor, vocab: int) -> Tensor:
-        """Logits [rows, vocabulary] from each rank's part of the vocabulary."""
+        """Logits [rows, vocabulary] from each rank's slice of the vocabulary."""
         if self.tensor is None or not len(logits):
             return logits if self.tensor is None else logits.new_empty(0, vocab)
         ranks = self.place.layout.tensor
@@ -96,12 +96,12 @@ class Peers:
         return found.transpose(0, 1).flatten(1)[:, :vocab]
 
     def receive(self, into: Tensor) -> Tensor:
-        """The residual stream [tokens, hidden] of the stage before."""
+        """Receive the residual stream [tokens, hidden] of the previous stage."""
         irecv(into, self.place.pipeline_ranks[self.place.stage - 1], self.pipeline).wait()
         return into
 
     def send(self, x: Tensor) -> None:
-        """Hand the residual stream [tokens, hidden] to the stage after. It is not to be written to any more."""
+        """Send the residual stream [tokens, hidden] to the next stage. It must not be written to afterwards."""
         if self._sending is not None:
             self._sending[0].wait()
         x = x.contiguous()
@@ -109,20 +109,20 @@ class Peers:
 
 
 def _group(members: Sequence[int], name: str) -> dist.ProcessGroup | None:
-    """A group that only its members know of; None of one rank."""
+    """A group that only its members know of; None for one rank."""
     if len(members) == 1:
         return None
     return dist.new_group(list(members), group_desc=name, use_local_synchronization=True)
 
 
 class AllReduceLinear(Linear):
-    """A matrix of which this rank has some columns: what the ranks make of them is added up, and the bias added once."""
+    """A matrix of which this rank has some columns: the ranks' partial results are summed, and the bias is added once."""
 
     add_up: AddUp
 
     @classmethod
     def from_linear(cls, linear: Linear, add_up: AddUp) -> Self:
-        """In the place of a whole matrix."""
+        """Replaces an uncut matrix."""
         made = cls.taking_over(linear)
         made.add_up = add_up
         return made
@@ -133,10 +133,10 @@ class AllReduceLinear(Linear):
 
 
 class AllReduceEmbedding(nn.Embedding):
-    """An embedding of which this rank has some tokens: each looks up what it has."""
+    """An embedding of which this rank has some tokens: each rank looks up those it has, and the results are summed."""
 
     def __init__(self, embedding: nn.Embedding, start: int, add_up: AddUp) -> None:
-        """In the place of a whole embedding; `start` is the first token of this rank."""
+        """Replaces an uncut embedding; `start` is the first token of this rank."""
         super().__init__(embedding.num_embeddings, embedding.embedding_dim, device="meta")
         self.weight, self.start, self.add_up = embedding.weight, start, add_up
 
@@ -148,11 +148,11 @@ class AllReduceEmbedding(nn.Embedding):
 
 
 class ExpertShareMoE(MoE):
-    """An MoE layer of which this rank has some experts, or some columns of each. It is given all tokens."""
+    """An MoE layer of which this rank has some experts, or some columns of each. Its input is all tokens."""
 
     def __init__(self, moe: MoE, start: int, adds_shared: bool, add_up: AddUp) -> None:
-        """In the place of a one-device layer, of its modules; `start` is the first expert here. One of the ranks that hold the same
-        part of the shared experts `adds_shared`."""
+        """Replaces a one-device layer and reuses its modules; `start` is the first expert here. Of the ranks that hold the same
+        slice of the shared experts, one has `adds_shared`."""
         nn.Module.__init__(self)
         self.router, self.experts, self.shared = moe.router, moe.experts, moe.shared
         self.start, self.adds_shared, self.add_up = start, adds_shared, add_up
@@ -165,19 +165,19 @@ class ExpertShareMoE(MoE):
         return self.add_up(out), auxiliary
 
     def local_choices(self, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Choices by the number that an expert has here; those of other ranks as the one after the last."""
+        """Choices as local expert indices; experts of other ranks get the index after the last."""
         experts, local = self.experts.gate.shape[0], chosen - self.start
         return torch.where((local >= 0) & (local < experts) & (weights != 0), local, experts)
 
     def forward_routed(self, x: Tensor, weights: Tensor, chosen: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Each token [tokens, hidden] through those of its experts that are here, added up by weight."""
+        """Run each token [tokens, hidden] through its experts on this rank, and sum the results by weight."""
         if has_fused_kernels(x):
             places, counts = sort_by_expert(self.local_choices(weights, chosen), self.experts.gate.shape[0])
             return combine_weighted(self.experts(dispatch(x, places, chosen.numel()), counts), places, weights)
         return (self.choices_made(x, weights, chosen) * weights[..., None].to(x.dtype)).sum(dim=1)
 
     def choices_made(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """What the experts that are here make of each choice, [tokens, k, hidden]; 0 of those that are elsewhere."""
+        """The local experts' output for each choice, [tokens, k, hidden]; 0 for experts on other ranks."""
         experts, local = self.experts.gate.shape[0], self.local_choices(weights, chosen)
         if has_fused_kernels(x):
             places, counts = sort_by_expert(local, experts)
@@ -191,8 +191,8 @@ class ExpertShareMoE(MoE):
 
 
 class InvariantExpertShareMoE(ExpertShareMoE):
-    """The same with the bits of one device: ranks exchange the results of single choices, which nobody else adds to. Experts are
-    whole, and every rank computes the shared ones, or its columns of them."""
+    """The same with the bits of one device: ranks exchange the results of single choices, to which no other rank adds. Experts are
+    uncut, and every rank computes the shared ones, or its columns of them."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, chosen, auxiliary = self.router(x)
@@ -200,7 +200,7 @@ class InvariantExpertShareMoE(ExpertShareMoE):
         return (out if self.shared is None else out + self.shared(x)), auxiliary
 
     def forward_routed(self, x: Tensor, weights: Tensor, chosen: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Each token [tokens, hidden] through its experts, wherever they are, added up by weight in the order of its choices."""
+        """Run each token [tokens, hidden] through its experts on any rank, and sum by weight in the order of its choices."""
         made = self.add_up(self.choices_made(x, weights, chosen))
         if has_fused_kernels(x):
             places = torch.arange(chosen.numel(), dtype=torch.int32, device=x.device).view_as(chosen)
@@ -211,7 +211,7 @@ class InvariantExpertShareMoE(ExpertShareMoE):
 def build_share(
     config: ModelConfig, dtype: torch.dtype | None, layers: Sequence[range], peers: Peers, device: torch.device, read: Read
 ) -> Transformer:  # fmt: skip
-    """This rank's part of a model that is served: of the layers of its stage, what its place gives it, filled by `read`."""
+    """Build this rank's share of a served model: its slices of its stage's layers, filled by `read`."""
     place = peers.place
     stage, stages = place.stage, place.layout.pipeline
     model = make_stage(config, dtype, layers[stage], stage == 0, stage == stages - 1)
@@ -230,7 +230,7 @@ def build_share(
 
 
 def _leaves(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Every parameter and every buffer that is saved: its full name, the module that holds it, its name there."""
+    """Every parameter and every saved buffer: its full name, the module that holds it, its name in that module."""
     found = []
     for path, owner in model.named_modules():
         saved = [leaf for leaf, _ in owner.named_buffers(recurse=False) if is_persistent(owner, leaf)]
@@ -240,14 +240,14 @@ def _leaves(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 
 def _entry(config: ModelConfig, name: str, owner: nn.Module, leaf: str) -> Parameter:
-    """The entry of a parameter, or of a buffer, which every rank holds whole."""
+    """The entry of a parameter, or of a buffer, which every rank holds in full."""
     if leaf in owner._parameters:
         return find_parameter(config, name)
     return Parameter(name, tuple(owner._buffers[leaf].shape), "router")  # type: ignore[union-attr]
 
 
 def _put_on(model: Transformer, peers: Peers) -> None:
-    """Let the modules that end in a sum over ranks do so."""
+    """Replace the modules that end in a sum over ranks."""
     place, config = peers.place, model.config
     if peers.tensor is not None and model.first and model.embed is not None:
         start = place.box(find_parameter(config, "embed.weight"))[0][0]

@@ -1,8 +1,8 @@
-"""A parameter as this rank holds it: which slice of the whole, which other ranks hold the same one, and the whole gathered from
-the slices for what needs it.
+"""A parameter as this rank holds it: which slice it is, which other ranks hold the same slice, and the full parameter gathered from
+the slices where needed.
 
-All of it follows from the table of parameters (`run/parameters.py`), from how `fully_shard` cuts, and from the mesh. So ranks agree
-without a message on who reads and who writes what.
+All of it follows from the table of parameters (`run/parameters.py`), from how `fully_shard` shards, and from the mesh. So ranks
+agree without a message on which rank reads and writes what.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ def local(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter as this rank holds it: its name in the whole model, its entry there, and how it is cut."""
+    """A parameter as this rank holds it: its name and entry in the full model, and how it is cut."""
 
     name: str
     parameter: nn.Parameter
     entry: Parameter
     cut: tuple[Cut, ...]
     shard: Cut | None
-    """What `fully_shard` makes of what those leave, over "zero" or "expert_shard"; None where every rank holds all of it."""
+    """How `fully_shard` shards the slice that `cut` leaves, over "zero" or "expert_shard"; None where every rank holds all of
+    it."""
     copy_of_other_stage: bool = False
     compute_copy: ComputeCopy | None = None
-    """What the GEMMs use in its place."""
+    """The copy that the GEMMs use instead."""
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """Its shape in the whole model."""
+        """Its shape in the full model."""
         return self.entry.shape
 
     @property
     def leaf(self) -> Tensor:
-        """Where the gradient arrives."""
+        """The tensor that receives the gradient."""
         return self.parameter if self.compute_copy is None else self.compute_copy.tensor
 
     @property
@@ -57,7 +58,7 @@ class LocalParameter:
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
-        """All cuts in their order."""
+        """All cuts, in order."""
         return self.cut if self.shard is None else (*self.cut, self.shard)
 
     @property
@@ -72,7 +73,7 @@ def local_box(held: LocalParameter, mesh: Mesh) -> Box:
 
 
 def local_slice(whole: Tensor, cuts: Sequence[Cut], mesh: Mesh) -> Tensor:
-    """What some cuts leave on this rank of a whole tensor: a view."""
+    """This rank's slice of a full tensor under some cuts, as a view."""
     box = box_of(whole.shape, cuts, mesh)
     for dim, (start, length) in enumerate(zip(box.offset, box.size, strict=True)):
         whole = whole.narrow(dim, start, length)
@@ -80,20 +81,20 @@ def local_slice(whole: Tensor, cuts: Sequence[Cut], mesh: Mesh) -> Tensor:
 
 
 def replica_index(held: LocalParameter, mesh: Mesh) -> tuple[int, int]:
-    """(replicas, which): how many ranks hold this very slice, and the index of this one among them. Replicas that rarely speak hold
-    other values."""
+    """(replicas, index): how many ranks hold this same slice, and this rank's index among them. Replicas that rarely communicate
+    hold different values."""
     data = ("expert_shard", "expert") if held.entry.routed else ("zero",)
     axes = (*_alike(mesh), *data, "tensor")
     return mesh.coordinates.joint_index(*(axis for axis in axes if axis not in held.axes))
 
 
 def _alike(mesh: Mesh) -> tuple[str, ...]:
-    """Axes whose ranks hold the same, whatever is sharded."""
+    """Axes whose ranks hold the same values, whatever is sharded."""
     return () if mesh.layout.sync_every > 1 else ("replicate",)
 
 
 def stage_replica_index(mesh: Mesh) -> tuple[int, int]:
-    """(ranks, which): how many ranks hold the same pipeline stages, and the index of this one among them."""
+    """(ranks, index): how many ranks hold the same pipeline stages, and this rank's index among them."""
     return mesh.coordinates.joint_index(*_alike(mesh), "zero", "tensor")
 
 
@@ -103,7 +104,7 @@ def holds_first_slice(held: LocalParameter, mesh: Mesh) -> bool:
 
 
 def gather_matrix(x: Tensor, held: LocalParameter, mesh: Mesh) -> Tensor:
-    """Whole matrices from this rank's slice of something shaped like the parameter. Different experts are different matrices and
+    """Full matrices, from this rank's slice of a tensor shaped like the parameter. Different experts are different matrices and
     stay apart."""
     if held.shard is not None:
         x = _join(x, box_of(held.whole, held.cut, mesh).size, held.shard, mesh)
@@ -119,7 +120,7 @@ def scatter_matrix(x: Tensor, held: LocalParameter, mesh: Mesh) -> Tensor:
 
 
 def _join(x: Tensor, shape: Sequence[int], cut: Cut, mesh: Mesh) -> Tensor:
-    """Slices of possibly different lengths, over the ranks of an axis, as one tensor of this shape along the cut."""
+    """Concatenate the slices, of possibly different lengths, of all ranks of an axis; the result has this shape along the cut."""
     group, dim, ranks = mesh.group(cut.axis), cut.dim, mesh.size(cut.axis)
     if group is None:
         return x

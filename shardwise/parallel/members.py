@@ -1,10 +1,10 @@
-"""The replicas that take part in an exchange, where replicas come and go (`layout.sync_elastic`): this rank's side of it.
+"""This rank's side of an exchange between replicas that come and go (`layout.sync_elastic`).
 
-Each replica is a world of its own, so that ranks of others can die without it. Who takes part is agreed with the coordinator of the
-command (`train/faults/coordinator.py`), which every rank asks over a connection of its own: a line of JSON there and one back. The
-sums themselves travel over gloo, in a group of the members that is made anew when these change. A member that dies makes the group
-fail; then all say so, and repeat the exchange without it. Nothing is applied before the coordinator knows that everybody has the
-sums. Traffic: that of the exchange, by way of the host's memory, and some hundred bytes to the coordinator.
+Each replica is a world of its own, so that it survives the death of other replicas' ranks. The command's coordinator
+(`train/faults/coordinator.py`) decides which replicas take part; every rank asks it over its own connection, one line of JSON each
+way. The sums themselves travel over gloo, in a group of the members that is recreated when they change. When a member dies, the
+group fails; the others then report it, and repeat the exchange without that member. Nothing is applied before the coordinator knows
+that every member has the sums. Traffic: that of the exchange, through host memory, plus a few hundred bytes to the coordinator.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from shardwise.run import LayoutConfig
 from shardwise.torch_private import gloo_group
 
 CONNECT = timedelta(seconds=60)
-"""Within which members of a group that are all alive must have met."""
+"""Time within which the members of a group, if all are alive, must have connected."""
 MEETING = 0.2
-"""Seconds between two questions whether they are, while something is done together."""
+"""Seconds between two checks that the members are alive, during a joint operation."""
 PAUSE = 1.0
-"""Seconds between two signs that a rank waits, and does not hang."""
+"""Seconds between two signs that a rank is waiting and not hanging."""
 REPLICA = "SHARDWISE_REPLICA"
-"""The variable that tells a rank its replica, and where to ask."""
+"""The environment variable that holds a rank's `Place`: its replica, and the coordinator's address."""
 
 Answer = dict[str, Any]
 T = TypeVar("T")
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands among replicas that come and go."""
+    """A rank's identity among replicas that come and go, and the addresses it needs."""
 
     replica: int
     start: int
@@ -54,32 +54,32 @@ class Place:
     """Within the replica."""
     address: str
     port: int
-    """Of the coordinator."""
+    """Of the coordinator, as is `address`."""
     store: int
-    """The port of the store where groups meet."""
+    """The port of the TCPStore where groups meet."""
 
     def to_variable(self) -> str:
-        """For the environment of the rank."""
+        """The value of the rank's environment variable."""
         return json.dumps(vars(self))
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Place | None:
-        """From the environment of a rank; None where replicas do not come and go."""
+        """Read it from a rank's environment; None where replicas do not come and go."""
         return Place(**json.loads(environment[REPLICA])) if REPLICA in environment else None
 
 
 class Members:
-    """What this rank knows of the members, and its connection to the coordinator. One thread asks at a time."""
+    """What this rank knows of the members, and its connection to the coordinator. Only one thread asks at a time."""
 
     def __init__(self, place: Place, timeout: float) -> None:
         self.place, self.timeout = place, timedelta(seconds=timeout)
         self.note: Callable[[], object] = lambda: None
-        """Called while this rank waits for others: whoever waits for somebody does not hang."""
+        """Called while this rank waits for others, to show that it does not hang."""
         self.era = self.round = 0
         self.count = 0
-        """Replicas that are members."""
+        """Number of replicas that are members."""
         self.writes = False
-        """Whether this replica writes for all of them."""
+        """Whether this replica writes for all members."""
         self.store = TCPStore(place.address, place.store, is_master=False, timeout=self.timeout)
         self._socket = socket.create_connection((place.address, place.port))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -88,7 +88,7 @@ class Members:
         self._group: tuple[int, dist.ProcessGroup | None] = (-1, None)
 
     def ask(self, what: str, **values: Any) -> Answer:
-        """Ask the coordinator, and wait for what it decides."""
+        """Ask the coordinator, and wait for its decision."""
         who = dict(replica=self.place.replica, start=self.place.start, rank=self.place.rank)
         self._socket.sendall(json.dumps(dict(what=what, **who, **values)).encode() + b"\n")
         while b"\n" not in self._read:
@@ -107,18 +107,18 @@ class Members:
         return answer
 
     def begin(self) -> Answer:
-        """Take part from now on: as one of those that begin the run together, or by the state of another."""
+        """Take part from now on: as one of the replicas that start the run together, or with the state of another replica."""
         answer = self.ask("begin")
         self.era, self.round = answer["era"], answer["round"]
         self.adopt(answer)
         return answer
 
     def adopt(self, answer: Answer) -> None:
-        """Go by what was decided from this step on, as all ranks of the replica do."""
+        """Follow this decision from this step on, as all ranks of the replica do."""
         self.count, self.writes = len(answer["members"]), answer["writer"] == self.place.replica
 
     def add_up(self, gradients: Sequence[Tensor], method: str, step: int, last: bool, stop: bool) -> Answer:
-        """Add these up over all members, in place; returns what was decided, with the number of those added up."""
+        """Sum these over all members, in place; returns the decision, with the number of members summed as `added`."""
         answer = self.ask("arrive", round=self.round, step=step, last=last, stop=stop)
         while True:
             members: list[int] = answer["members"]
@@ -126,7 +126,7 @@ class Members:
             work = partial(self._exchange, sums, method, members, answer["generation"])
             try:
                 self._group = self._while_there(members, work)
-            except (RuntimeError, dist.DistError) as e:  # somebody has left; closing ours lets the others see it
+            except (RuntimeError, dist.DistError) as e:  # a member has left; closing our group lets the others see it
                 self._group = (-1, None)
                 problem = str(e)
             answer = self.ask("vote", round=self.round, ok=not problem, problem=problem[:200])
@@ -139,7 +139,7 @@ class Members:
     def _exchange(
         self, tensors: list[Tensor], method: str, members: list[int], generation: int
     ) -> tuple[int, dist.ProcessGroup | None]:
-        """Add up over the members, in place, in a group that is made where this generation has none yet; returns that."""
+        """Sum over the members, in place, in a group that is created if this generation has none; returns (generation, group)."""
         before, group = self._group
         if before != generation:
             group = None
@@ -151,8 +151,8 @@ class Members:
         return generation, group
 
     def _while_there(self, others: Sequence[int], make: Callable[[], T]) -> T:
-        """Do something with other replicas. Gloo waits for one that has died until its time is up, and for who waits for it; here a
-        thread does, and is left alone with it as soon as the coordinator knows."""
+        """Run an operation with other replicas. Gloo waits until its timeout for a replica that has died, or for one that waits for
+        it; here a thread does the waiting, and is abandoned as soon as the coordinator knows of the death."""
         made: Future[T] = Future()
 
         def work() -> None:
@@ -173,29 +173,29 @@ class Members:
                     raise RuntimeError("a member has left in the middle") from None
 
     def give(self, name: str) -> dist.ProcessGroup:
-        """A group of two, with the rank that takes this one's state."""
+        """A group of two, with the rank that receives this one's state."""
         store = PrefixStore(f"{name}/{self.place.rank}", self.store)
         return gloo_group(store, 0, 2, CONNECT, self.timeout)
 
     def take(self, name: str, source: int) -> dist.ProcessGroup:
-        """The same on the other side."""
+        """The same group on the receiving side."""
         store = PrefixStore(f"{name}/{self.place.rank}", self.store)
         return self._while_there([source], lambda: gloo_group(store, 1, 2, CONNECT, self.timeout))
 
     def finish(self) -> bool:
-        """Behind the last step: whether this replica is to write what remains. The others wait until that is done, and one of them
-        does it where the writer dies."""
+        """After the last step: whether this replica must write the remaining output. The others wait until that is done, and one of
+        them writes it if the writer dies."""
         self.writes = bool(self.ask("finish")["write"])
         return self.writes
 
     def finished(self) -> None:
-        """It is written."""
+        """Report that the output is written."""
         self.ask("finished")
 
 
 @torch.no_grad()
 def _add_up(gradients: Sequence[Tensor], method: str, group: dist.ProcessGroup | None) -> None:
-    """The sums over a group in the place of each tensor, which are on the host."""
+    """Replace each tensor, all on the host, by its sum over a group."""
     if group is None or not gradients:
         return None
     if method != "none":
@@ -209,7 +209,7 @@ def _add_up(gradients: Sequence[Tensor], method: str, group: dist.ProcessGroup |
 
 @dataclass
 class Agreed(Sent):
-    """Outer gradients that a thread adds up over whoever takes part."""
+    """Outer gradients that a thread sums over the replicas that take part."""
 
     decided: Future[Answer] = field(default_factory=Future)
 
@@ -221,12 +221,12 @@ class ElasticOuter(Outer):
         super().__init__(parameters, layout, None)
         self.members = members
         self.decided: Answer | None = None
-        """What was decided with the exchange that was applied in the last step."""
+        """The decision made with the exchange that the last step applied."""
         self.wish = False
         self._thread = ThreadPoolExecutor(1, "exchange")
 
     def sync(self, step: int, last: bool, stop: Tensor) -> Tensor:
-        """As of replicas that are always there; the wish to stop goes with the next exchange, to the coordinator."""
+        """As for replicas that are always there; a request to stop goes to the coordinator with the next exchange."""
         self.asked = stop if self.asked is None else self.asked + stop
         if last or self.speaks(step):
             self.wish, self.asked = bool(self.asked.item()), None

@@ -1,4 +1,5 @@
-"""The process groups of a rank, one for every axis and grouping of more than one rank. `run/coordinates.py` says who is in each."""
+"""The process groups of a rank: one for every axis or grouping of more than one rank. `run/coordinates.py` defines their
+members."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from shardwise.run import LayoutConfig
 from shardwise.run.coordinates import GROUPS, RankCoordinates
 
 PIPELINE_GROUPS = ("pipeline_back", "tied", "mirror")
-"""More groups whose traffic is the pipeline's: messages back to the stage before, the two ends of a tied embedding, two ranks that
-hold the same stages."""
+"""More groups whose traffic counts as the pipeline's: messages back to the previous stage, the two ends of a tied embedding, two
+ranks that hold the same stages."""
 
 
 class Mesh:
@@ -37,8 +38,8 @@ class Mesh:
                 self.add_group(name, self.coordinates.members(name))
 
     def add_group(self, name: str, members: list[int]) -> None:
-        """Make a group that only its members know of, so that a rank makes as many as it has axes, however large the world.
-        Every name has its own, also where two have the same members: so a message can always be blamed on an axis."""
+        """Create a group that only its members know of, so that a rank creates one per axis, however large the world. Every name
+        has its own group, even where two have the same members: so a message can always be attributed to an axis."""
         known = self.rank in members and len(members) > 1
         self._groups[name] = _new_group(members, name) if known else None
 
@@ -47,7 +48,7 @@ class Mesh:
         return self._groups.get(name)
 
     def size(self, axis: str) -> int:
-        """Ranks in this rank's group."""
+        """Number of ranks in this rank's group."""
         return self.coordinates.size(axis)
 
     def index(self, axis: str) -> int:
@@ -56,12 +57,12 @@ class Mesh:
 
     @property
     def sharding_replicas(self) -> int:
-        """Replicas that PyTorch's wrappers add gradients over; 1 where these exchange them by themselves."""
+        """Replicas over which PyTorch's wrappers sum gradients; 1 where replicas exchange gradients themselves."""
         return 1 if self.layout.replicas_apart else self.size("replicate")
 
     @property
     def speaking(self) -> str:
-        """The group whose ranks agree on every step: all of them, or those of a replica where replicas rarely speak."""
+        """The group whose ranks agree on every step: all ranks, or those of one replica where replicas rarely communicate."""
         return "replica" if self.layout.sync_every > 1 else "world"
 
     @property
@@ -88,7 +89,7 @@ class Mesh:
         return self._meshes[names]
 
     def secondary(self, axis: str) -> DeviceMesh:
-        """The device mesh for secondary shards of what is sharded over an axis: groups of them x ranks of a group."""
+        """The device mesh for secondary shards of parameters sharded over an axis: secondary groups x ranks of a group."""
         alike = axis == "zero" or self.layout.expert == 1
         names = ("between_secondary", "secondary" if alike else "expert_secondary")
         if names not in self._meshes:

@@ -1,11 +1,10 @@
-"""What a pipeline needs of an objective: how the last stage makes the loss of a microbatch, and what auxiliary losses weigh.
+"""What a pipeline needs of an objective: how the last stage computes a microbatch's loss, and the weights of auxiliary losses.
 
 The objectives themselves are in `train/objectives/`. A loss is a sum over the tokens or documents of a microbatch, so that
-microbatches, data ranks and context ranks add up; it is divided by what the objective counts over the global batch once that is
-known.
+microbatches, data ranks and context ranks add up. It is divided by the objective's count over the global batch once that is known.
 
-A document is cut over context ranks as its row is. A sum over its tokens is then all-reduced over them: microbatch x sequence
-elements for each sum, forward alone. Every context rank makes the same loss of these sums and takes its share of it.
+A document is cut over context ranks like its row. A sum over its tokens is then all-reduced over them: microbatch x sequence
+elements per sum, in the forward pass only. Every context rank computes the same loss from these sums and takes its share of it.
 """
 
 from __future__ import annotations
@@ -20,32 +19,33 @@ from torch import Tensor, nn
 from shardwise.parallel.collectives import Group
 
 Microbatch = dict[str, Tensor | None]
-"""Tokens, positions and documents, and what the objective wants to know of each token."""
+"""Tokens, positions and documents, and the objective's other inputs for each token."""
 
 
 class Objective(ABC):
-    """Makes the loss of a microbatch."""
+    """Computes the loss of a microbatch."""
 
     auxiliary_weights: Tensor
-    """Factors on the (balance, z) losses of routers, beside a loss of weight 1."""
+    """Factors on the (balance, z) losses of routers, relative to a main loss of weight 1."""
 
     @abstractmethod
     def loss(self, microbatch: Microbatch, head: nn.Module, hidden: Tensor, unembedding: Tensor) -> Tensor:
-        """The sum over tokens of their terms. `hidden` are the normed hidden states, `head` one of `model/loss.py`: it makes
-        terms of hidden states, the unembedding matrix and targets without holding the logits of all tokens."""
+        """The sum of a term per token. `hidden` are the normed hidden states, `head` one of `model/loss.py`: it computes terms from
+        hidden states, the unembedding matrix and targets without holding the logits of all tokens."""
 
 
 def document_sums(values: Tensor, documents: Tensor, group: Group) -> Tensor:
-    """Sums over documents [n, rows, slots] of numbers of each token [n, rows, length], of which this rank of the group (that of the
-    context axis) has its part; `documents` [rows, length] numbers the documents of each row. There are as many slots as a whole row
-    has tokens.
+    """Sums over documents [n, rows, slots] of per-token values [n, rows, length], of which this rank of the group (that of the
+    context axis) has its shard; `documents` [rows, length] numbers the documents of each row. The number of slots is the number of
+    tokens in a full row.
 
-    The gradient is that of a loss of which every rank has its share: what all make of the same sums, divided by their number.
+    The gradient is that of a loss of which every rank has its share: the loss that all compute from the same sums, divided by the
+    number of ranks.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     slots = documents.shape[1] * ranks
     rows = torch.arange(len(documents), device=documents.device)[:, None] * slots
-    # In one dimension, where PyTorch has a deterministic sum on GPUs too.
+    # In one dimension, where PyTorch has a deterministic scatter_add on GPUs too.
     place = (rows + documents).flatten().expand(len(values), -1) + (
         torch.arange(len(values), device=values.device)[:, None] * (len(documents) * slots)
     )
@@ -55,7 +55,7 @@ def document_sums(values: Tensor, documents: Tensor, group: Group) -> Tensor:
 
 
 class _SharedSum(torch.autograd.Function):
-    """A sum over ranks that all make the same loss of, each its share: the gradients of the shares are alike, and add up."""
+    """A sum over ranks, from which all compute the same loss and take a share: the shares' gradients are identical, and add up."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, ranks: int) -> Tensor:

@@ -1,6 +1,7 @@
-"""What watches a step: observers that the pipeline, the optimizer and the train step call around what they do.
+"""Observers of a step: the pipeline, the optimizer and the train step call them around their work.
 
-Counters of work and memory and the labels of a profile are observers; nothing is patched. With none, a call is a truth test.
+Counters of work and memory, and the labels of a profile, are observers; nothing is patched. Without observers, a call is a truth
+test.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class Observer:
-    """Gives contexts to run things in; this one does nothing."""
+    """Returns contexts to run things in; this one does nothing."""
 
     def action(self, action: Action) -> AbstractContextManager[Any]:
-        """An action of the schedule, with all that it waits for."""
+        """An action of the schedule, including its waits."""
         return NOTHING
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
-        """What a step does outside of the schedule: data, gradients, clip (also inside of optimizer), optimizer, balance."""
+        """A phase of a step outside of the schedule: data, gradients, clip (also inside of optimizer), optimizer, balance."""
         return NOTHING
 
     def weight_gradients(self) -> AbstractContextManager[Any]:
@@ -33,24 +34,24 @@ class Observer:
         return NOTHING
 
     def weight_gradient(self, module: str) -> AbstractContextManager[Any]:
-        """One of them, of the matrix of that name."""
+        """One deferred weight gradient, that of the matrix of this name."""
         return NOTHING
 
     def recompute(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """The forward pass of a module, computed again in the backward pass. Its own hooks do not run then, those of the modules
-        inside of it do."""
+        """The recomputed forward pass of a module, during the backward pass. The module's own hooks do not run then; those of the
+        modules inside of it do."""
         return NOTHING
 
 
 class Observers(Observer):
-    """Those of a rank as one."""
+    """All observers of a rank as one."""
 
     def __init__(self) -> None:
         self.each: list[Observer] = []
 
     @contextlib.contextmanager
     def watched_by(self, observer: Observer) -> Iterator[None]:
-        """While it is open, the observer is called; the last one is the innermost."""
+        """While this context is open, the observer is called; the last one added is the innermost."""
         self.each.append(observer)
         try:
             yield

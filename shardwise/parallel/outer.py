@@ -1,15 +1,15 @@
-"""Replicas that rarely speak: each trains by itself for H = `layout.sync_every` steps, then they exchange how far they came.
+"""Replicas that rarely communicate: each trains alone for H = `layout.sync_every` steps, then they exchange how far they came.
 
-With the weights x of the last exchange, the same everywhere, and a replica's own x_i, the outer gradient is the mean of x - x_i
-over the replicas. Local SGD takes it as it is; DiLoCo (Douillard et al. 2023) gives it to SGD with Nesterov's momentum. Then every
-replica goes on from the new x, with the inner optimizer's state that it has. Streaming DiLoCo (Douillard et al. 2025) exchanges
-fragments of the network at different steps, and trains on for some steps while an exchange is under way: what arrives is mixed with
-what the replica has by then. For the first `layout.compress_warmup` steps replicas add up their gradients and train as one, as
-DiLoCo starts from a network that was pretrained so. Behind the last step of a run everything is exchanged at once, so that all
-replicas end alike.
+Let x be the weights of the last exchange, the same everywhere, and x_i a replica's own: the outer gradient is the mean of x - x_i
+over the replicas. Local SGD applies it directly; DiLoCo (Douillard et al. 2023) passes it to SGD with Nesterov's momentum. Then
+every replica continues from the new x, with its own inner optimizer state. Streaming DiLoCo (Douillard et al. 2025) exchanges
+fragments of the network at different steps, and keeps training for some steps while an exchange is in flight: the result is mixed
+with the weights that the replica has by then. For the first `layout.compress_warmup` steps replicas sum their gradients and train
+as one, as DiLoCo starts from a network that was pretrained that way. After the last step of a run everything is exchanged at once,
+so that all replicas end with the same weights.
 
-Traffic a rank: the gradients' bytes once in H steps, 2(r-1)/r of a rank's parameters in float32, or in 8 or 4 bits with
-`layout.compress`, in one message a fragment (two in fewer bits). Memory: x, and the momentum.
+Traffic per rank: the gradients' bytes once in H steps, 2(r-1)/r of a rank's parameters in float32, or in 8 or 4 bits with
+`layout.compress`, in one message per fragment (two in fewer bits). Memory: x, and the momentum.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from shardwise.run.compression import fragment_of, is_due
 
 @dataclass
 class Sent:
-    """The outer gradients of a fragment on their way."""
+    """The outer gradients of a fragment in flight."""
 
     due: int | None
-    """The step behind which they are needed; not known of those that a checkpoint held."""
+    """The step after which they are needed; unknown for those restored from a checkpoint."""
     gradients: list[Tensor]
-    """This replica's own, and the sums when they have arrived."""
+    """This replica's own, replaced by the sums when they have arrived."""
     replicas: int
-    """How many replicas' are in the sums."""
+    """Number of replicas in the sums."""
     flat: Tensor | None = None
     work: dist.Work | None = None
     quantized: PendingReduction | None = None
@@ -61,41 +61,41 @@ class Outer:
         for n in self.shards:
             self.fragments[fragment_of(parameters[n].name, self.layout.sync_fragments)].append(n)
         self.underway: dict[int, Sent] = {}
-        self.asked: Tensor | None = None  # whether a rank of this replica was asked to stop since replicas spoke
+        self.asked: Tensor | None = None  # whether a rank of this replica was asked to stop since the last exchange
         self.restart()
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Take the parameters as they are now for those of an exchange."""
+        """Take the current parameters as those of an exchange."""
         self.anchors = {n: shard.clone() for n, shard in self.shards.items()}
         if self.layout.outer_optimizer == "nesterov" and self.layout.outer_momentum:
             self.momenta = {n: torch.zeros_like(shard) for n, shard in self.shards.items()}
 
     def is_plain(self, step: int) -> bool:
-        """Whether replicas still add up their gradients in a step, counted from 1, and train as one."""
+        """Whether replicas still sum their gradients in a step, counted from 1, and train as one."""
         return step <= self.layout.compress_warmup
 
     @torch.no_grad()
     def add_up(self) -> None:
-        """Add up the gradients of such a step over the replicas."""
+        """Sum the gradients of such a step over the replicas."""
         gradients = [gradient_of(h) for h in self.parameters]
         all_reduce_together([g for g in gradients if g.numel()], self.group)
 
     def state_of(self, index: int) -> dict[str, Tensor]:
-        """What is kept for a parameter, the same on all replicas."""
+        """The outer state of a parameter, the same on all replicas."""
         kept = (("anchor", self.anchors), ("momentum", self.momenta))
         return {name: tensors[index] for name, tensors in kept if index in tensors}
 
     def speaks(self, step: int) -> bool:
-        """Whether something is sent behind a step, counted from 1."""
+        """Whether something is sent after a step, counted from 1."""
         lay = self.layout
         if self.is_plain(step):
             return True
         return any(is_due(step, f, lay.sync_fragments, lay.sync_every) for f in range(lay.sync_fragments))
 
     def sync(self, step: int, last: bool, stop: Tensor) -> Tensor:
-        """Exchange what is due behind a step, and what this replica's ranks were asked. Returns whether any rank of any replica was
-        asked to stop, which they learn when they speak."""
+        """Exchange the fragments due after a step, and whether this replica's ranks were asked to stop. Returns whether any rank
+        of any replica was asked to stop; replicas learn it at an exchange."""
         self.asked = stop if self.asked is None else self.asked + stop
         self.step(step, last)
         if not (last or self.speaks(step)):
@@ -106,7 +106,7 @@ class Outer:
 
     @torch.no_grad()
     def step(self, step: int, last: bool) -> None:
-        """Exchange what is due behind a step, counted from 1; everything where it is the `last`."""
+        """Exchange the fragments due after a step, counted from 1; everything if it is the `last`."""
         lay = self.layout
         if self.is_plain(step):
             if step == lay.compress_warmup:
@@ -126,7 +126,7 @@ class Outer:
                     self._apply(f, last)
 
     def _due(self, fragment: int, step: int) -> int:
-        """The step behind which a fragment is needed that was sent before this one."""
+        """The step after which a fragment is needed that was sent before this one."""
         lay = self.layout
         before = range(step - 1, step - 1 - lay.sync_every, -1)
         sent = next(s for s in before if is_due(s, fragment, lay.sync_fragments, lay.sync_every))
@@ -134,7 +134,7 @@ class Outer:
 
     @torch.no_grad()
     def settle(self) -> dict[int, Tensor]:
-        """What is underway, waited for, so that a checkpoint can hold it: sums over replicas by the index of the parameter."""
+        """Wait for the exchanges in flight, so that a checkpoint can hold them: sums over replicas by parameter index."""
         every = ((f, self._arrived(sent), sent.replicas) for f, sent in self.underway.items())
         return {
             n: total if replicas == self.layout.replicate else total * (self.layout.replicate / replicas)
@@ -143,7 +143,7 @@ class Outer:
         }
 
     def receive(self, arriving: dict[int, Tensor]) -> None:
-        """What was underway when a checkpoint was made."""
+        """Restore the exchanges in flight when a checkpoint was made."""
         self.underway = {
             f: Sent(None, [arriving[n] for n in numbers], self.layout.replicate)
             for f, numbers in enumerate(self.fragments)

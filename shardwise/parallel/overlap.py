@@ -1,9 +1,9 @@
 """Asynchronous tensor parallelism (Wang et al. 2023, "Overlap communication with dependent computation"): the all-gather before a
 GEMM, or the reduce-scatter after it, is cut into chunks, and one chunk is multiplied while the next one travels.
 
-Traffic is that of `tensor.py` in more and smaller messages, overlapped with the GEMM; memory is the same but for a chunk. In the
-backward pass the reduce-scatter of the input's gradient runs while the weight's gradient is computed. It needs a backend whose
-collectives run beside the computation: NCCL does, and gloo, which has threads of its own.
+Traffic is that of `tensor.py` in more and smaller messages, overlapped with the GEMM; memory is the same plus one chunk. In the
+backward pass the reduce-scatter of the input's gradient runs while the weight's gradient is computed. The backend must run its
+collectives beside the computation: NCCL does, and gloo, which has its own threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNKS = 2
 
 
 def _arriving(x: Tensor, group: Group) -> Iterator[tuple[int, int, Tensor]]:
-    """All-gather a sequence in chunks: (number, chunks, [ranks, batch, sequence of a chunk, width]) as each arrives."""
+    """All-gather a sequence in chunks: yields (number, chunks, [ranks, batch, sequence of a chunk, width]) as each arrives."""
     ranks = dist.get_world_size(group)
     chunks = CHUNKS if x.shape[1] % CHUNKS == 0 else 1
     sent = []
@@ -44,18 +44,18 @@ def _in_chunks(x: Tensor, ranks: int, chunks: int) -> Tensor:
 
 
 def _scatter_async(x: Tensor, group: Group) -> tuple[Tensor, Any]:
-    """Start adding [ranks, batch, sequence, width] over ranks, each keeping its own."""
+    """Start a reduce-scatter of [ranks, batch, sequence, width]; each rank keeps its own shard."""
     out = x.new_empty(x.shape[1:])
     return out, dist.reduce_scatter_tensor(out, x.flatten(0, 1), group=group, async_op=True)
 
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:
-    """Rows times a matrix in one GEMM; PyTorch would make many of slices where the matrix takes no gradient."""
+    """Rows times a matrix in one GEMM; PyTorch would run many GEMMs of slices where the matrix needs no gradient."""
     return (x.flatten(0, -2) @ matrix).unflatten(0, x.shape[:-1])
 
 
 class _AllGatherGemm(torch.autograd.Function):
-    """A gathered sequence, and its GEMM with one matrix, computed while it arrives."""
+    """All-gathers a sequence, and computes its GEMM with one matrix while it arrives."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ class _AllGatherGemm(torch.autograd.Function):
 
 
 class GemmReduceScatter(torch.autograd.Function):
-    """A GEMM whose partial sums are added over ranks chunk by chunk, while the next chunk is computed."""
+    """A GEMM whose partial sums are reduce-scattered chunk by chunk, while the next chunk is computed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, more: Tensor | None) -> Tensor:
@@ -119,12 +119,12 @@ class GemmReduceScatter(torch.autograd.Function):
 
 @torch.compiler.disable
 def gemm_reduce_scatter(x: Tensor, weight: Tensor, group: Group, more: Tensor | None = None) -> Tensor:
-    """The same as a function, which the compiler leaves alone; `more` partial sums are added to those of the GEMM."""
+    """The same as a function, which the compiler does not trace; `more` partial sums are added to those of the GEMM."""
     return GemmReduceScatter.apply(x, weight, group, more)
 
 
 class GatheredLinear(Linear):
-    """The first matrix behind an all-gather: its GEMM was computed while the sequence arrived."""
+    """The first matrix after an all-gather: its GEMM was computed while the sequence arrived."""
 
     ready: Tensor | None = None
 
@@ -139,7 +139,7 @@ class GatheredLinear(Linear):
 def all_gather_into_gemm(first: GatheredLinear, group: Group) -> Any:
     """A hook that gathers a module's input and multiplies it by the module's first matrix as it arrives."""
 
-    @torch.compiler.disable  # the compiler knows no collectives that are waited for later
+    @torch.compiler.disable  # the compiler does not know asynchronous collectives
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         whole, first.ready = _AllGatherGemm.apply(args[0], first.weight.to(args[0].dtype), group)
         return (whole, *args[1:])
@@ -148,7 +148,7 @@ def all_gather_into_gemm(first: GatheredLinear, group: Group) -> Any:
 
 
 def first_matrix(module: nn.Module) -> str | None:
-    """The name of the matrix, cut by columns, that a module multiplies its input with first, where it has one."""
+    """The name of the column-parallel matrix that a module first multiplies its input by, if it has one."""
     if isinstance(module, GroupedAttention):
         return "q"
     if isinstance(module, FeedForward):

@@ -1,4 +1,4 @@
-"""Tensors from one rank to another. Gloo takes those of a GPU for collectives only: here they pass through the host's memory."""
+"""Point-to-point transfers of tensors. Gloo accepts GPU tensors for collectives only: here they pass through host memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class _Arriving:
-    """A receive into the host's memory, which is copied to where it belongs by whoever waits for it."""
+    """A receive into host memory; `wait` copies it to its buffer."""
 
     def __init__(self, buffer: Tensor, peer: int, group: dist.ProcessGroup | None) -> None:
         self.buffer, self.host = buffer, buffer.new_empty(buffer.shape, device="cpu")
@@ -21,7 +21,7 @@ class _Arriving:
 
 
 class _Leaving:
-    """A send from the host's memory, which it holds until it is gone."""
+    """A send from host memory, which it keeps until the send is complete."""
 
     def __init__(self, x: Tensor, peer: int, group: dist.ProcessGroup | None) -> None:
         self.host = x.cpu()
@@ -34,17 +34,17 @@ def _through_the_host(x: Tensor, group: dist.ProcessGroup | None) -> bool:
 
 
 def isend(x: Tensor, peer: int, group: dist.ProcessGroup | None) -> Any:
-    """Start sending a contiguous tensor to a global rank; gives what to wait for."""
+    """Start sending a contiguous tensor to a global rank; returns the work to wait for."""
     return (_Leaving if _through_the_host(x, group) else dist.isend)(x, peer, group=group)
 
 
 def irecv(buffer: Tensor, peer: int, group: dist.ProcessGroup | None) -> Any:
-    """Start receiving from a global rank; gives what to wait for."""
+    """Start receiving from a global rank; returns the work to wait for."""
     return (_Arriving if _through_the_host(buffer, group) else dist.irecv)(buffer, peer, group=group)
 
 
 def exchange(x: Tensor, receiver: int, buffer: Tensor, sender: int, group: dist.ProcessGroup | None) -> list[Any]:
-    """Start sending to one rank and receiving from another, in both directions of a pair without deadlock."""
+    """Start sending to one rank and receiving from another; two ranks that exchange with each other do not deadlock."""
     if _through_the_host(x, group):
         return [isend(x, receiver, group), irecv(buffer, sender, group)]
     sent = dist.P2POp(dist.isend, x, receiver, group)

@@ -1,11 +1,11 @@
-"""Pipeline parallelism: executes the action list of a schedule, the very list that the planner times.
+"""Pipeline parallelism: executes the action list of a schedule, the same list that the planner times.
 
-A rank holds one or several stages; parameters fall by p, activations by what the schedule keeps in flight. Between stages travel
-the residual stream of a microbatch, forward, and its gradient, backward: batch x sequence x hidden elements (of context and tensor
-ranks each its shard). A rank sends one message a microbatch for each of its stages that is not the last, and one for each that is
-not the first; neighbouring stages on one rank send nothing. Where microbatches enter at both ends, every stage is on two ranks, and
-these add its gradients (`gradients.py`). Sends never wait; receives are posted in the order of the sends, so
-nothing depends on luck or tags. A run without a pipeline is the same executor with one stage.
+A rank holds one or several stages; parameters shrink by p, activations by what the schedule keeps in flight. Stages exchange the
+residual stream of a microbatch, forward, and its gradient, backward: batch x sequence x hidden elements (context and tensor ranks
+each send their shard). A rank sends one message per microbatch for each of its stages that is not the last, and one for each that
+is not the first; neighbouring stages on one rank send nothing. Where microbatches enter at both ends, every stage is on two ranks,
+which sum its gradients (`gradients.py`). Sends never wait; receives are posted in the order of the sends, so nothing depends on
+luck or tags. A run without a pipeline is the same executor with one stage.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shardwise.schedules.make import cached_schedule
 
 
 class DeferredGradient(NamedTuple):
-    """A weight gradient to be computed later, of the matrix of that name in the stage: how, and from what."""
+    """A weight gradient to compute later: the matrix's name in the stage, its GEMM, and the tensors saved for it."""
 
     name: str
     weight: Tensor
@@ -55,7 +55,7 @@ class DeferredGradients:
         self.deferred: list[DeferredGradient] = []
 
     def take(self) -> list[DeferredGradient]:
-        """Those deferred since the last call."""
+        """The gradients deferred since the last call."""
         taken, self.deferred = self.deferred, []
         return taken
 
@@ -79,7 +79,7 @@ class _SplitBackward(torch.autograd.Function):
 
 
 class SplitBackwardGemm(Gemm):
-    """Another GEMM with a split backward: the weight's gradient is deferred."""
+    """Wraps a GEMM with a split backward: the weight's gradient is deferred."""
 
     def __init__(self, gemm: Gemm, store: DeferredGradients, name: str) -> None:
         self.gemm, self.store, self.name = gemm, store, name
@@ -99,7 +99,7 @@ def split_backward(model: nn.Module) -> DeferredGradients:
 
 
 class P2PChannel:
-    """What this rank exchanges with the other ranks of its pipeline during one step."""
+    """P2P messages between this rank and the other ranks of its pipeline during one step."""
 
     def __init__(self, schedule: Schedule, mesh: Mesh, like: Tensor) -> None:
         self.ranks = mesh.pipeline_ranks()
@@ -124,7 +124,7 @@ class P2PChannel:
         self.sending.append((x, isend(x, self.ranks[receiver], group=self._group(self.me, receiver))))
 
     def let_go(self) -> None:
-        """Give back what has arrived elsewhere."""
+        """Free the tensors that have been sent."""
         self.sending = [(sent, work) for sent, work in self.sending if not work.is_completed()]
 
     def post(self, message: Message, sender: int) -> None:
@@ -143,7 +143,7 @@ class P2PChannel:
         return buffer
 
     def close(self) -> None:
-        """Wait until everything sent has gone."""
+        """Wait until everything has been sent."""
         for _, work in self.sending:
             work.wait()
         self.sending = []
@@ -151,7 +151,7 @@ class P2PChannel:
 
 @dataclass
 class Stage:
-    """A stage on this rank: what to call, its network, and what it keeps between the passes of a microbatch."""
+    """A stage on this rank: the module to call, its network, and its state between the passes of a microbatch."""
 
     module: nn.Module
     model: Transformer
@@ -168,11 +168,11 @@ class Pipeline:
     """Runs this rank's part of a schedule."""
 
     replaces_saved = False
-    """Whether layers let some of what is saved be replaced."""
+    """Whether layers let some saved tensors be replaced."""
     swap: Swap | None = None
-    """Where saved tensors wait that leave the device."""
+    """Holds the saved tensors that leave the device."""
     routed = False
-    """Whether what is saved depends on how tokens are routed."""
+    """Whether the saved tensors depend on how tokens are routed."""
 
     def __init__(
         self,
@@ -184,19 +184,19 @@ class Pipeline:
         observers: Observers,
         planned: Callable[[int], int] = lambda stage: 0,
     ) -> None:
-        """`planned` says how many bytes a stage hands to its partner of a microbatch, where no data says it."""
+        """`planned` returns the bytes that a stage hands to its partner per microbatch, for fake tensors, which have no data."""
         self.stages = stages
         self.observers = observers
         self.scales = scales
         self._set_schedule(schedule)
         self.mesh = mesh
         self.sync_every, self.shards_parameters = zero > 1, mesh.layout.gathers_each_pass
-        self.waiting: tuple[Message, int] | None = None  # what this rank waits for, and the rank that owes it
+        self.waiting: tuple[Message, int] | None = None  # the message this rank waits for, and the rank that sends it
         self.planned = planned
-        self.handed_sizes: dict[Any, int] = {}  # of microbatches handed to a partner, as they were found
+        self.handed_sizes: dict[Any, int] = {}  # of microbatches handed to a partner, as measured
         self.handover: Handover | None = None
         self.executed: list[Action] = []
-        self.times: list[tuple[float, float]] = []  # when the host began and ended each of them
+        self.times: list[tuple[float, float]] = []  # when the host began and ended each action
 
     def _set_schedule(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -206,10 +206,10 @@ class Pipeline:
     def run(
         self, microbatches: list[Microbatch], like: Tensor, objective: Objective, factor: Tensor | float | None
     ) -> Tensor:
-        """All microbatches through the schedule; gives the summed loss of the last stage (zero elsewhere).
+        """Run all microbatches through the schedule; returns the summed loss of the last stage (zero elsewhere).
 
         `like` has the shape and dtype of the residual stream of a microbatch. Backward passes are those of the objective's loss
-        times `factor`; None runs the forward passes alone.
+        times `factor`; None runs only the forward passes.
         """
         self.loss = torch.zeros(
             (), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device
@@ -235,7 +235,7 @@ class Pipeline:
                 self.channel.let_go()
                 if self.handover is not None:
                     self.handover.let_go()
-                # What the next action waits for travels while this one computes; a CPU's messages travel in any case.
+                # The message of the next action travels while this one computes; on a CPU messages travel in any case.
                 ahead = actions[number : number + 2] if like.is_cuda else ()
                 for needed in filter(None, map(self._needs, ahead)):
                     self.channel.post(needed, self.schedule.placement[needed.stage])
@@ -255,7 +255,7 @@ class Pipeline:
         return self.loss
 
     def input_of(self, action: Action) -> Tensor:
-        """What the forward pass that was just done began with."""
+        """The input of the forward pass that was just done."""
         return self.stages[action.stage].inputs[action.microbatch]
 
     def batches(self) -> Iterable[Microbatch]:
@@ -263,7 +263,7 @@ class Pipeline:
         return self.microbatches
 
     def _needs(self, action: Action) -> Message | None:
-        """The message from another rank that an action begins with."""
+        """The message from another rank that an action needs before it begins."""
         begins = self.schedule.is_first if action.kind == "F" else self.schedule.is_last
         if action.kind not in PASSES or begins(action.stage):
             return None
@@ -282,7 +282,7 @@ class Pipeline:
             self._backward(action, last)
 
     def _hand(self, action: Action) -> None:
-        """This rank's part of a transfer of saved activations between partners."""
+        """This rank's side of a transfer of saved activations between partners."""
         assert self.handover is not None
         key, batch = (action.stage, action.microbatch), self.microbatches[action.microbatch]
         stage = self.stages.get(action.stage)
@@ -332,13 +332,14 @@ class Pipeline:
         if self.handover is not None:
             self.handover.finish_load((action.stage, action.microbatch))
         if isinstance(stage.model, FSDPModule):
-            # Without gradient sync a stage's gradients stay whole until the last microbatch (or until `reduce_deferred_gradients`).
+            # Without gradient sync a stage's gradients stay unsharded until the last microbatch (or until
+            # `reduce_deferred_gradients`).
             stage.model.set_requires_gradient_sync(stage.split is None and (self.sync_every or last))
             stage.model.set_is_last_backward(stage.split is None and last)
-            # Replicas are added up once a step, and only sharded parameters are freed between microbatches.
+            # Replicas sum gradients once a step, and only sharded parameters are freed between microbatches.
             stage.model.set_requires_all_reduce(stage.split is None and last)
             stage.model.set_reshard_after_backward(self.shards_parameters or (stage.split is None and last))
-        self._draw_for(stage, self.microbatches[action.microbatch])  # what is recomputed drops the same
+        self._draw_for(stage, self.microbatches[action.microbatch])  # recompute draws the same dropout
         with self._gradients_wait(stage, action):
             torch.autograd.backward(roots, [grad, *[None] * (len(roots) - 1)])
         x = stage.inputs.pop(action.microbatch)
@@ -352,26 +353,26 @@ class Pipeline:
             self._put(action, x.grad)
 
     def _draw_for(self, stage: Stage, batch: Microbatch) -> None:
-        """Let dropout be drawn by the tokens of a microbatch."""
+        """Set the token keys of a microbatch, by which dropout is drawn."""
         if stage.tokens is not None:
             stage.tokens.keys = batch["dropout"]
 
     def _weight_gradients(self, deferred: list[DeferredGradient]) -> None:
-        """The weights' part of a backward pass."""
+        """Compute the weight gradients that a backward pass deferred."""
         with self.observers.weight_gradients():
             for each in deferred:
                 with self.observers.weight_gradient(each.name):
                     torch.autograd.backward(each.weight, each.gemm.grad_weight(each.saved, each.weight.dtype))
 
     def _gradients_wait(self, stage: Stage, action: Action) -> Any:
-        """Replicas add their gradients after the last microbatch alone."""
+        """Replicas sum their gradients only after the last microbatch."""
         if isinstance(stage.module, DistributedDataParallel) and action.microbatch < self.schedule.microbatches - 1:
             return stage.module.no_sync()
         return contextlib.nullcontext()
 
     def _saving(self, action: Action, training: bool) -> Any:
-        """Tensor ranks save their shards of sequences, some tensors are rematerialized, and what will be evicted is saved so that
-        it can be."""
+        """Tensor ranks save only their shards of sequences, some tensors are rematerialized, and a microbatch that will be evicted
+        saves its tensors so that they can be."""
         if self.handover is not None and self.handover.will_evict(action):
             return saving(self.handover.keeper(action))
         replaces = self.mesh.size("tensor") > 1 or self.replaces_saved

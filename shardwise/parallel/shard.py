@@ -1,24 +1,27 @@
-"""Data parallelism: replicas (`replicate`) and sharding (`shard`), and both at once.
+"""Data parallelism: replicas (`replicate`), sharding (`shard`), or both at once.
 
-Replicas alone are PyTorch's DistributedDataParallel: 2(r-1)/r of the gradient bytes a step and rank, all-reduced in buckets while
-the backward pass runs. Sharding is ZeRO (Rajbhandari et al. 2020) by `fully_shard`, over z = shard x context ranks, P bytes of a
-rank's parameters in the dtype they are gathered in, G in that they are reduced in, rows padded to a multiple of z:
-- zero = 1: the optimizer is sharded. Once a step P(z-1)/z is all-gathered, and G(z-1)/z of whole gradients reduce-scattered.
+Replicas alone use PyTorch's DistributedDataParallel: 2(r-1)/r of the gradient bytes per step and rank, all-reduced in buckets while
+the backward pass runs. Sharding is ZeRO (Rajbhandari et al. 2020) by `fully_shard`, over z = shard x context ranks. P is the size
+of a rank's parameters in bytes in the dtype they are gathered in, G in the dtype gradients are reduced in, rows padded to a
+multiple of z:
+- zero = 1: the optimizer state is sharded. Once a step P(z-1)/z is all-gathered, and G(z-1)/z of full gradients is
+  reduce-scattered.
 - zero = 2: gradients too, reduce-scattered after every microbatch.
-- zero = 3: parameters too: all-gathered for every microbatch's forward and for its backward. Only what stands outside of the
-  blocks stays gathered between the two where one follows the other at once, that is without a pipeline.
-- zero = 3 with secondary_shard = s (ZeRO++'s hpZ, Wang et al. 2023, section 3.2): of a block that was gathered for a forward pass
-  each rank keeps an s-th until the next pass, P/s more bytes, which then gathers from the s ranks of its group: P(s-1)/s. In a
-  pipeline that may be another microbatch's; as many passes follow a forward pass there. Of experts, s/e ranks have the same ones;
-  where that is one, or where they are not cut along the first dimension, they are gathered from all.
-Parameters are gathered block by block. With replicas as well, each rank's shard of the gradients is all-reduced over them
-once a step: 2(r-1)/r of G/z. Routed experts likewise, with z / e ranks (`expert_shard`) in the place of z, and nothing padded
-where one of their dimensions divides: they are cut along the first that does, since a rank may hold fewer experts than there are
-ranks. Along another than the first they are copied once more as they are gathered, and their gradients before the sum.
+- zero = 3: parameters too, all-gathered for every microbatch's forward and for its backward. Only parameters outside of the blocks
+  stay gathered between the two, and only where the backward follows the forward at once, that is without a pipeline.
+- zero = 3 with secondary_shard = s (ZeRO++'s hpZ, Wang et al. 2023, section 3.2): after a block is gathered for a forward pass,
+  each rank keeps 1/s of it until the next pass, P/s more bytes. The next pass then gathers from the s ranks of its group: P(s-1)/s.
+  In a pipeline the next pass may be another microbatch's; the number of passes that follow a forward pass stays the same. For
+  experts, s/e ranks of the group hold the same ones; where that is one rank, or where experts are not sharded along the first
+  dimension, they are gathered from all ranks.
+Parameters are gathered block by block. With replicas as well, each rank's gradient shard is all-reduced over them once a step:
+2(r-1)/r of G/z. Routed experts are treated likewise, with z / e ranks (`expert_shard`) instead of z. They are sharded along the
+first dimension that divides evenly, since a rank may hold fewer experts than there are ranks; where one does, nothing is padded.
+Along any dimension but the first they are copied once more when gathered, and their gradients once more before the sum.
 The matrices of fp8 GEMMs are gathered in fp8 (`fp8_all_gather.py`).
-Both ways may be in fewer bits (`compress/sharded.py`). Replicas that compress what they send each other are left to `compress/`:
-nothing here knows of them then.
-Gradients are added, not averaged: the loss is already divided by the tokens of the whole batch.
+Both directions may use fewer bits (`compress/sharded.py`). Replicas that compress their exchange are left to `compress/`: this file
+then ignores them.
+Gradients are summed, not averaged: the loss is already divided by the tokens of the whole batch.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ from shardwise.torch_private import keep_secondary_shards, reduce_sharded_gradie
 
 
 def uses_ddp(mesh: Mesh) -> bool:
-    """True when ranks differ in nothing but their samples: then DistributedDataParallel is used."""
+    """True when ranks differ only in their samples: then DistributedDataParallel is used."""
     return mesh.sharding_replicas == mesh.layout.world > 1 and not mesh.layout.offload
 
 
@@ -56,10 +59,10 @@ def _needed(mesh: Mesh, axis: str) -> bool:
 
 
 class Sharder:
-    """Applies `fully_shard` to blocks and what stands around them before they have memory, so that a rank only holds its shards."""
+    """Applies `fully_shard` to blocks and the modules around them before they have memory, so that a rank only holds its shards."""
 
     def __init__(self, run: Run, mesh: Mesh, frozen: bool = False) -> None:
-        """What is `frozen` has forward passes alone: nothing stays gathered for a backward pass, whatever ZeRO's stage."""
+        """A `frozen` model runs forward passes only: nothing stays gathered for a backward pass, whatever the ZeRO stage."""
         self.run = run
         self.mesh = mesh
         self.frozen = frozen
@@ -71,7 +74,7 @@ class Sharder:
             reduce_dtype=reduce if low_precision else None,
             cast_forward_inputs=False,
         )
-        # A dry run has the policy but no GPU, for which alone memory is pinned.
+        # A dry run has the policy but no GPU; memory is pinned only for a GPU.
         pins = run.train.device != "cpu"
         self.offload = CPUOffloadPolicy(pin_memory=pins) if run.layout.offload else OffloadPolicy()
         self.scales = Scales(mesh.group("zero"))
@@ -94,11 +97,11 @@ class Sharder:
             keep_secondary_shards(module, self.mesh.secondary(axis))
 
     def root(self, model: Transformer) -> None:
-        """Shard what stands outside of the blocks, and set what is prefetched."""
+        """Shard the parameters outside of the blocks, and set up prefetching."""
         if not _needed(self.mesh, "zero"):
             return
         experts = {p for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
-        # The backward pass begins with the head: without a pipeline, what is let go would be fetched back at once.
+        # The backward pass begins with the head: without a pipeline, freed parameters would be gathered again at once.
         self._shard(model, "zero", experts, keep=self.run.layout.pipeline == 1 and not self.frozen)
         blocks: list[FSDPModule] = [block for block in model.layers.values() if isinstance(block, FSDPModule)]
         ahead = self.run.layout.prefetch
@@ -107,13 +110,13 @@ class Sharder:
                 block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 1 + ahead])
                 block.set_modules_to_backward_prefetch(blocks[max(0, n - ahead) : n][::-1])
         if self.run.layout.asynchronous:
-            # By itself a pass prefetches for the one that follows, which may use other weights.
+            # By default a pass prefetches for the pass that follows, which may use another version of the weights.
             for module, before in zip((*blocks, model), ([], *([block] for block in blocks)), strict=True):
                 assert isinstance(module, FSDPModule)
                 module.set_modules_to_backward_prefetch(before or [module])
 
     def fp8(self, model: Transformer) -> None:
-        """Gather the matrices of fp8 GEMMs in fp8; the shards have memory by now."""
+        """Gather the matrices of fp8 GEMMs in fp8; the shards must be allocated by now."""
         if _needed(self.mesh, "zero"):
             for block in model.layers.values():
                 enable_fp8_all_gather(block, self.run, self.scales, self.mesh.size("zero"))
@@ -132,7 +135,7 @@ class Sharder:
             shard_placement_fn=self._along if axis == "expert_shard" else None,
         )
         assert isinstance(module, FSDPModule)
-        # Plain sums: by default a factor is given to the transport, and gloo takes none, not even 1.
+        # Plain sums: by default a factor is passed to the backend, and gloo accepts none, not even 1.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         layout = self.run.layout
@@ -142,12 +145,12 @@ class Sharder:
             module.set_custom_reduce_scatter(QuantizedReduceScatter(layout.compress_shards))  # type: ignore[arg-type]
 
     def _along(self, experts: nn.Parameter) -> Shard:
-        """How the matrices of experts are cut."""
+        """The dimension along which the matrices of experts are sharded."""
         return Shard(shard_dim(experts.shape, self.mesh.size("expert_shard")))
 
 
 def _check_integers(module: nn.Module) -> None:
-    """Raise a sentence where PyTorch is older than its mend of pytorch#177844."""
+    """Raise an error where PyTorch is older than its fix of pytorch#177844."""
     if torch.__version__ < "2.13" and not all(each.is_floating_point() for each in module.parameters()):
         problem = f"4-bit weights of several ranks need PyTorch 2.13: {torch.__version__} shards no integers"
         raise UserError(Problem(problem, "adapter.kind"))
@@ -159,7 +162,7 @@ def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def free_secondary_shards(model: Transformer) -> None:
-    """Let blocks go that forward passes without a backward pass have left on secondary shards."""
+    """Free the secondary shards of blocks whose forward passes had no backward pass."""
     for module in sharded_modules(model.layers):
         module.reshard()
 
@@ -173,13 +176,13 @@ def wrap_ddp(model: nn.Module, mesh: Mesh, reduce_dtype: torch.dtype | None) -> 
             model, process_group=mesh.group("replicate"), broadcast_buffers=False, gradient_as_bucket_view=True
         )
     if reduce_dtype not in (None, next(p for p in model.parameters() if p.requires_grad).dtype):
-        # PyTorch wants a hook's annotations to be classes, or none.
+        # PyTorch requires a hook's annotations to be classes, or absent.
         wrapped.register_comm_hook(None, lambda _, bucket: _add_in(reduce_dtype, mesh.group("replicate"), bucket))
     return wrapped
 
 
 def _add_in(dtype: torch.dtype, group: Group, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients over a group, in a dtype of its own on the way."""
+    """Average a bucket of gradients over a group, all-reduced in `dtype`."""
     added = bucket.buffer().to(dtype).div_(dist.get_world_size(group))
     work = dist.all_reduce(added, group=group, async_op=True)
     assert work is not None
@@ -189,7 +192,7 @@ def _add_in(dtype: torch.dtype, group: Group, bucket: Any) -> torch.futures.Futu
 def reduce_deferred_gradients(model: nn.Module) -> None:
     """Reduce-scatter the gradients that split backward passes have accumulated.
 
-    A deferred weight gradient is finished outside of the passes that `fully_shard` watches, so its reduction is started by hand.
+    A deferred weight gradient is finished outside of the passes that `fully_shard` hooks into, so its reduction is started by hand.
     """
     if not isinstance(model, FSDPModule):
         return

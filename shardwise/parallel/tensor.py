@@ -1,14 +1,14 @@
-"""Tensor parallelism (Shoeybi et al. 2019) with sequence parallelism (Korthikanti et al. 2022): matrices are cut into columns,
-then rows, over ranks with a fast network; between them each rank holds a shard of the sequence, so norms and the residual stream
+"""Tensor parallelism (Shoeybi et al. 2019) with sequence parallelism (Korthikanti et al. 2022): matrices are cut into columns, then
+rows, over ranks with a fast network. Between such pairs each rank holds a shard of the sequence, so norms and the residual stream
 are split too. Embedding, head and cross-entropy are cut by vocabulary: logits are never gathered.
 
-Parameters and activations fall by t. Traffic of a rank for each layer and microbatch, forward: two all-gathers and two reduce-
-scatters, each (t-1)/t of batch x sequence x hidden elements; backward the same, and when the block is recomputed both all-gathers
-and the first reduce-scatter once more (the second ends the block, and nothing needs its result). Embedding and head together: an
-all-gather and a reduce-scatter forward, and the same backward. Loss: 2(t-1)/t of 3 x batch x sequence elements, all-reduced in two
-messages. Once a step the gradients of what is not cut (`gradients.py`).
-Parameters are plain tensors holding this rank's shard (`run/parameters.py`), not DTensors: a vocabulary that does not divide, cut
-once more by `fully_shard`, is a layout DTensor does not have, and activations need no dispatch through it.
+Parameters and activations shrink by t. Traffic per rank, layer and microbatch, forward: two all-gathers and two reduce-scatters,
+each (t-1)/t of batch x sequence x hidden elements. Backward: the same, and when the block is recomputed, both all-gathers and the
+first reduce-scatter once more (the second ends the block, and nothing needs its result). Embedding and head together: an all-gather
+and a reduce-scatter forward, and the same backward. Loss: 2(t-1)/t of 3 x batch x sequence elements, all-reduced in two messages.
+Once a step: the gradients of uncut parameters (`gradients.py`).
+Parameters are plain tensors holding this rank's shard (`run/parameters.py`), not DTensors: DTensor has no layout for a vocabulary
+that does not divide evenly and is sharded again by `fully_shard`, and activations need no dispatch through it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RowParallelLinear(Linear):
 
     @classmethod
     def from_linear(cls, linear: Linear, group: Group) -> Self:
-        """In the place of a whole matrix."""
+        """Replaces an uncut matrix."""
         made = cls.taking_over(linear)
         made.group = group
         if isinstance(made.lora, LowRank):
@@ -57,7 +57,7 @@ class RowParallelLinear(Linear):
 
 
 class OverlappedRowParallelLinear(RowParallelLinear):
-    """The same, reduce-scattered while it is still multiplied."""
+    """The same, with the reduce-scatter overlapping the GEMM."""
 
     def forward(self, x: Tensor) -> Tensor:
         low_rank = self.low_rank(x)
@@ -72,7 +72,7 @@ class ReplicatedKVLinear(Linear):
 
     @classmethod
     def from_linear(cls, linear: Linear, rows: slice) -> Self:
-        """In the place of the matrix of all heads; `rows` are those of the head that this rank uses."""
+        """Replaces the matrix of all heads; `rows` are those of the head that this rank uses."""
         made = cls.taking_over(linear)
         made.rows = rows
         if isinstance(made.lora, LowRank):
@@ -86,10 +86,10 @@ class ReplicatedKVLinear(Linear):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding cut by vocabulary: each rank looks up what it has, and the sum is scattered along the sequence."""
+    """An embedding cut by vocabulary: each rank looks up the tokens it has, and the sum is scattered along the sequence."""
 
     def __init__(self, embedding: nn.Embedding, group: Group, start: int) -> None:
-        """In the place of a whole embedding; `start` is the first token of this rank."""
+        """Replaces an uncut embedding; `start` is the first token of this rank."""
         super().__init__(embedding.num_embeddings, embedding.embedding_dim, device="meta")
         self.weight = embedding.weight
         self.group = group
@@ -141,10 +141,10 @@ class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
 
 
 class _VocabParallelHead(LogProbHead):
-    """What heads have in common whose vocabulary is cut over ranks."""
+    """Common base of the heads whose vocabulary is cut over ranks."""
 
     def __init__(self, head: LogProbHead, mesh: Mesh, vocab: int) -> None:
-        """In the place of a head with the whole vocabulary."""
+        """Replaces a head with the full vocabulary."""
         LogProbHead.__init__(self, head.gemm, head.chunk_bytes)
         self.group = mesh.group("tensor")
         self.start, _ = shard_bounds(vocab, mesh.size("tensor"), mesh.index("tensor"))
@@ -164,14 +164,14 @@ class _VocabParallelHead(LogProbHead):
         return all_gather_sequence(x, self.group)
 
     def likeliest(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        # Each rank's largest are gathered: none of the others can be among the largest of all.
+        # Each rank's largest logits are gathered: no other logit can be among the largest of all.
         found, place = all_gather(logits, self.group, 1).topk(logits.shape[1], dim=-1)
         return found, all_gather(tokens, self.group, 1).gather(-1, place)
 
 
 class VocabParallelCrossEntropy(_VocabParallelHead):
-    """The loss head of a vocabulary cut over ranks; the input is this rank's shard of the sequence, targets and weights those of
-    the whole."""
+    """The loss head of a vocabulary cut over ranks; the input is this rank's shard of the sequence, targets and weights are those
+    of the full sequence."""
 
     def forward(
         self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None, make: Make | None = None
@@ -184,7 +184,7 @@ class VocabParallelCrossEntropy(_VocabParallelHead):
 
 
 class ChunkedVocabParallelCrossEntropy(_VocabParallelHead, ChunkedCrossEntropy):
-    """The same in chunks: the ranks talk about each, and none holds more of its logits."""
+    """The same in chunks: the ranks communicate for each chunk, and none holds the logits of more than one chunk."""
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         upcast, counted = at_least_float32(logits), targets != IGNORE_INDEX
@@ -204,7 +204,7 @@ class ChunkedVocabParallelCrossEntropy(_VocabParallelHead, ChunkedCrossEntropy):
 
 
 class TensorScoreHead(ScoreHead):
-    """The same where each tensor rank has its part of the sequence: microbatch x sequence scores are all-reduced."""
+    """A score head where each tensor rank has its shard of the sequence: microbatch x sequence scores are all-reduced."""
 
     def __init__(self, head: ScoreHead, mesh: Mesh) -> None:
         super().__init__(head.gemm)
@@ -233,8 +233,8 @@ def _gather_input(group: Group) -> Any:
 
 
 def _cut(module: nn.Module, last: str, group: Group, overlap: bool, gathers: bool = True) -> None:
-    """Gather a module's input, unless it is given gathered, and scatter its output; its matrices in between are cut by columns, the
-    last one by rows."""
+    """Gather a module's input, unless it is already gathered, and reduce-scatter its output; its matrices in between are cut by
+    columns, the last one by rows."""
     first = first_matrix(module) if overlap else None
     if not gathers:
         pass
@@ -260,7 +260,7 @@ def _cut_attention(attention: nn.Module, model: Transformer, mesh: Mesh) -> None
 
 
 def apply_tensor(model: Transformer, mesh: Mesh) -> None:
-    """Cut the network over the tensor ranks: modules change here, their parameters when they are made (`run/parameters.py`)."""
+    """Cut the network over the tensor ranks: modules change here, parameters when they are created (`run/parameters.py`)."""
     group = mesh.group("tensor")
     if group is None:
         return
@@ -284,5 +284,5 @@ def apply_tensor(model: Transformer, mesh: Mesh) -> None:
         if isinstance(block.ffn, FeedForward):
             _cut(block.ffn, "down", group, mesh.layout.async_tensor)
         elif isinstance(block.ffn, MoE) and block.ffn.shared is not None:
-            # With expert tensor parallelism the sequence is gathered for the routed experts already (`expert.py`).
+            # With expert tensor parallelism the sequence is already gathered for the routed experts (`expert.py`).
             _cut(block.ffn.shared, "down", group, mesh.layout.async_tensor, gathers=not mesh.layout.expert_tensor)

@@ -1,8 +1,8 @@
-"""What a run needs, before it runs. Without torch.
+"""Predicts what a run needs before it runs: memory, time, traffic and money. Does not import torch.
 
-Rooms from the ground up, each importing only those below it: `cost` (operations of any framework), `trainer` (what this trainer
-does, to the byte), `time` (the step and the job), `plan.py` (one run's plan), and on it `search` (the best layouts), `serving` and
-`published` (measured rows, predicted).
+The parts from the bottom up; each imports only those before it: `cost` (the operations, for any framework), `trainer` (what this
+project's trainer does, to the byte), `time` (the step and the whole job), `plan.py` (the plan of one run). On top of these are
+`search` (the best layouts), `serving`, and `published` (predictions for published measurements).
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""A run planned as another program would run it: the same model, layout, batch and machines; other fusions, overlaps and copies.
+"""Plans a run as another program would run it: the same model, layout, batch and machines; other fusions, overlaps and copies.
 
-`--as torchtitan` names a program, `--as megatron-lm:release=2021-04,attention=unfused` states facts as rows of published
-measurements do (`docs/validation.md`). What is not stated is what that program usually does then; what else is common moves the
-prediction and widens its interval.
+`--as torchtitan` names a program; `--as megatron-lm:release=2021-04,attention=unfused` also states facts about it, like the rows of
+published measurements (`docs/validation.md`). A fact that is not stated takes the value that was usual for that program at that
+time; its other common values shift the prediction and widen its interval.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.run.problems import nearest
 
 
 def read_program(text: str) -> dict[str, Any]:
-    """The facts of `NAME` or `NAME:key=value,key=value`; all mistakes at once."""
+    """Parses `NAME` or `NAME:key=value,key=value` into facts; reports all mistakes at once."""
     name, _, rest = text.partition(":")
     name = ALIASES.get(name.lower(), name.lower())
     facts: dict[str, Any] = {"framework": name}
@@ -49,7 +49,7 @@ def _wrong(what: str) -> Problem:
 
 
 def plan_as(run: Run, facts: dict[str, Any]) -> Plan:
-    """The plan of a run as the program that the facts declare would run it."""
+    """The plan of a run as the program described by the facts would run it."""
     own = job_of(run)
     lay = run.layout
     situation = Situation(

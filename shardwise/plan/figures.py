@@ -1,5 +1,5 @@
-"""What people read of a plan, for terminal and page alike: the few numbers that matter, a layout on one line, and the columns of a
-ranking."""
+"""The readable form of a plan, for both terminal and web page: the few numbers that matter, a layout on one line, and the columns
+of a ranking."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
 
 
 def _rematerialized(best: Plan) -> tuple[str, str]:
-    """What the first rank rematerializes, and how long whole layers would take in its place."""
+    """Which tensors the first rank rematerializes, and how long recomputing whole layers would take instead."""
     planned = PlannedRank(best.run, 0)
     found, layers = compare_with_greedy(*planned.of_budget), sum(len(stage.layers) for stage in planned.stages)
     which = ", ".join(f"{word} {count}" for word, count in found.layers.items()) or "nothing"
@@ -73,7 +73,7 @@ def _rematerialized(best: Plan) -> tuple[str, str]:
 
 
 def _budgeted(best: Plan) -> tuple[str, str]:
-    """What the layers of the rank that saves most still save, beside the budget for it; and what else is among the activations."""
+    """Bytes that the layers still save, on the rank that saves most, next to the budget; and what else the activations include."""
     lay, kinds = best.run.layout, dict[object, PlannedRank]()
     for place in (PlannedRank(best.run, rank) for rank in first_ranks(best.run)):
         kinds.setdefault(place.kinds, place)
@@ -89,7 +89,7 @@ def _budgeted(best: Plan) -> tuple[str, str]:
 
 
 def _unfilled(best: Plan) -> str:
-    """A clause for a layout that leaves devices of its machines idle."""
+    """A clause for the report where the layout leaves some devices of its machines idle."""
     cluster = best.job.cluster
     usual = cluster.chip.devices_per_node
     if cluster.chip.name == "cpu" or cluster.per_node >= usual:
@@ -98,7 +98,7 @@ def _unfilled(best: Plan) -> str:
 
 
 def ranking_columns(found: SearchResult) -> list[Column]:
-    """The columns of a ranking; the number of devices is one where several were compared."""
+    """The columns of a ranking; the number of devices is a column where several numbers were compared."""
     return columns_of(several=len({plan.run.layout.world for plan in found.ranking}) + len(found.without) > 1)
 
 
@@ -122,7 +122,7 @@ def columns_of(*, several: bool) -> list[Column]:
 
 
 def ranking_rows(plans: Sequence[Plan], changes: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """A row of a ranking for each plan; `changes` says what would bring each of them most."""
+    """A row of a ranking for each plan; `changes` says which change would improve each plan most."""
     return [
         dict(
             devices=plan.run.layout.world,

@@ -1,4 +1,4 @@
-"""A run's plan: does it fit, how fast is it, where does the time go, what does it cost."""
+"""A run's plan: whether it fits, how fast it is, where the time goes, and what it costs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RANKED = ("zero", "schedule", "chunks", "recompute", "recompute_budget", "contex
 SHOWN = (*AXES, *RANKED, "async_tensor", "expert_tensor", "offload")
 """The keys of a layout that a ranking shows."""
 ARITHMETIC_BOUND = 0.8
-"""A step that computes for so much of its time is limited by arithmetic, whatever else there is."""
+"""A step that computes for more than this share of its time counts as limited by arithmetic, whatever else it waits for."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Plan:
     account: Account
     low: float
     high: float
-    """Between these the step's seconds lie in 8 of 10 cases."""
+    """The step's seconds lie between `low` and `high` in 8 of 10 cases."""
     mfu: float
     cost: JobCost
     binds: str
@@ -51,17 +51,17 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory."""
+        """Whether the run fits into the memory of every rank."""
         return self.account.memory.fits
 
     @property
     def over_network(self) -> tuple[str, ...]:
-        """The axes whose groups reach beyond the devices that the fast link joins: they use the network between machines."""
+        """The axes whose groups span several fast-link domains, so that they use the network between machines."""
         spans = {axis: group_span(self.run.layout, axis) for axis in AXES}
         return tuple(axis for axis, (size, stride) in spans.items() if self.job.cluster.spans(size, stride) > 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs; names are stable."""
+        """The plan for other programs to read; the keys are stable."""
         account = self.account
         return {
             "layout": layout_dict(self.run.layout) | {"microbatch": self.run.train.microbatch},
@@ -104,8 +104,8 @@ def plan(run: Run) -> Plan:
 def plan_job(
     run: Run, job: Job, step: Step | None = None, memory: Memory | None = None, *, precise: bool = True
 ) -> Plan:
-    """The plan of a run as this job, whose step and memory may be known already. With `precise` the traffic is that of the
-    busiest pipeline rank, which takes a few times longer to find; else that of the first."""
+    """The plan of a run as this job. Its step and memory are computed unless they are passed in. With `precise` the traffic is that
+    of the busiest pipeline rank, which takes a few times longer to find; otherwise that of the first."""
     step, memory = step or step_time(prepare(job)), memory or memory_of(run, job)
     stall = data_stall(run, job.cluster, step.seconds)
     step = replace(step, seconds=step.seconds + stall, breakdown={**step.breakdown, "data": stall})
@@ -132,15 +132,15 @@ def plan_job(
 
 
 def mfu_peak(job: Job) -> tuple[str, float]:
-    """The peak that the MFU is a share of, by name and in FLOP/s of a device: that of the training dtype, also where some GEMMs are
-    made in fp8."""
+    """The peak that the MFU is relative to: its name, and FLOP/s of a device. It is the peak of the training dtype, even where some
+    GEMMs run in fp8."""
     peaks = job.cluster.chip.peak
     name = job.dtype if job.dtype in peaks else max(peaks, key=lambda dtype: peaks[dtype])
     return f"{job.cluster.chip.name}'s {name} peak", peaks[name]
 
 
 def bytes_moved(job: Job, step: Step) -> dict[str, dict[str, float]]:
-    """Bytes that elementwise work reads and writes in a step on the pipeline rank with the most work, by part and pass."""
+    """Bytes that elementwise operations read and write in a step, on the pipeline rank with the most work, by part and pass."""
     stages = [n for n, home in enumerate(step.placement) if home == step.slowest]
     layers = job.stage_layers
     dense, moe = (float(sum(layers[n][kind] for n in stages)) for kind in (0, 1))
@@ -162,7 +162,7 @@ def bytes_moved(job: Job, step: Step) -> dict[str, dict[str, float]]:
 
 
 def swap_notes(run: Run, job: Job) -> list[str]:
-    """How much of what is saved waits elsewhere than on the device, and how fast it moves."""
+    """How many saved activations are offloaded from the device, and how fast they move."""
     if not job.memory.swaps:
         return []
     link, on_disk = link_of(job), job.memory.activations == "disk"
@@ -216,7 +216,7 @@ def notes_of(job: Job) -> list[str]:
 
 
 def assumed(run: Run) -> list[str]:
-    """What the data would have said, where it is not here."""
+    """The default assumed for the vocabulary size, where the dataset is not here to read it from."""
     size, sets = run.model.vocab, run.data.sets
     if not sets or size != ModelConfig().vocab or vocabulary_of(sets):
         return []
@@ -224,7 +224,7 @@ def assumed(run: Run) -> list[str]:
 
 
 def what_binds(account: Account, job: Job) -> str:
-    """A sentence on what limits this layout most."""
+    """One sentence: what limits this layout most."""
     memory = account.memory
     if not memory.fits:
         rank = max(range(len(memory.ranks)), key=lambda r: memory.totals[r])

@@ -1,6 +1,7 @@
-"""AWQ (Lin et al. 2023): input channels whose inputs are large are worth more, so their weights are scaled up before rounding, and
-the scale is divided out of what makes the input. How much is searched: scales are the mean input sizes to a power between 0 and 1
-(eq. 5), the one whose rounded matrices change the output least. Then the range of each group is cut where that helps.
+"""AWQ (Lin et al. 2023): input channels with large inputs matter more, so their weights are scaled up before rounding, and the
+scale is divided out of the layer that produces the input. The scales are searched: they are the mean input magnitudes to a power
+between 0 and 1 (eq. 5), the one whose rounded matrices change the output least. Then the range of each group is clipped where that
+helps.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from shardwise.run.weights import WeightFormat
 
 POWERS = tuple(n / 20 for n in range(20))
 RANGES = tuple(1 - n / 20 for n in range(11))
-"""Shares of a group's range that are tried."""
+"""Fractions of a group's range that are tried."""
 
 
 def rounded(weight: Tensor, form: WeightFormat, dtype: torch.dtype, keep: Tensor | float = 1.0) -> tuple[Tensor, ...]:
-    """Numbers of the format in groups [..., out, groups, group], their scales, and their zeros if there are any, for shares of the
-    range that are kept."""
+    """The quantized numbers in groups [..., out, groups, group], their scales, and their zero points if there are any. `keep`: the
+    fraction of each group's range that is kept."""
     groups = weight.unflatten(-1, (-1, form.group_of(weight.shape[-1])))
     shrunk = groups * keep if isinstance(keep, float) else groups * keep[..., None]
     scale, zero = scales_of(shrunk, form, stored_scale_dtype(form, dtype))
@@ -38,15 +39,15 @@ def _values(parts: tuple[Tensor, ...], form: WeightFormat, like: Tensor) -> Tens
 
 
 def output_error(change: Tensor, products: Tensor) -> Tensor:
-    """How much a change [..., out, in] of a matrix changes its outputs, squared and added up over out: [...]."""
+    """The squared change of a matrix's outputs, summed over out: [...], for a change [..., out, in] of the matrix."""
     return ((change @ products) * change).sum((-2, -1))
 
 
 def search_scales(
     matrices: Sequence[tuple[Tensor, Tensor]], sizes: Tensor, form: WeightFormat, dtype: torch.dtype, shared: bool
 ) -> Tensor:
-    """The scale of each input channel, for matrices [..., out, in] with the outer products of their inputs, and the mean sizes
-    [..., in] of these inputs. `shared`: experts share the scales."""
+    """The scale of each input channel, for matrices [..., out, in] with the sums of outer products of their inputs, and the mean
+    magnitudes [..., in] of these inputs. `shared`: experts share the scales."""
     best = torch.ones_like(sizes)
     least: Tensor | None = None
     for power in POWERS:
@@ -69,7 +70,8 @@ def search_scales(
 def clipped(
     weight: Tensor, products: Tensor, form: WeightFormat, dtype: torch.dtype, clip: bool = True
 ) -> QuantizedMatrix | None:
-    """A matrix [out, in] rounded to the nearest in the range of each group, or in as much of it as changes outputs least."""
+    """A matrix [out, in] rounded to nearest within the range of each group, or, with `clip`, within the fraction of the range that
+    changes outputs least."""
     group = form.group_of(weight.shape[-1])
     if not group:
         return None

@@ -1,8 +1,9 @@
-"""GPTQ (Frantar et al. 2022): columns are rounded one after the other, and what rounding one has changed in the layer's output is
-made up for by the columns that are still to be rounded.
+"""GPTQ (Frantar et al. 2022): columns are rounded one after the other, and the columns still to be rounded compensate for the
+error that each rounding causes in the layer's output.
 
-With H the inputs' sum of outer products, rounding column q by an error e changes the output least when the other columns change by
--e H⁻¹[q, :] / H⁻¹[q, q] (eq. 2). The rows of the Cholesky factor of H⁻¹ hold what all steps need (section 3.3, step 3).
+With H the sum of outer products of the inputs, rounding column q with an error e changes the output least when the other columns
+change by -e H⁻¹[q, :] / H⁻¹[q, q] (eq. 2). The rows of the Cholesky factor of H⁻¹ hold all numbers that the steps need (section
+3.3, step 3).
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from shardwise.model.quantized.rounding import assembled, integers_of, scales_of
 from shardwise.run.weights import WeightFormat
 
 BLOCK = 128
-"""Columns whose changes are carried to all later ones together."""
+"""Columns whose errors are applied to all later columns together."""
 
 
 def cholesky_of_inverse(products: Tensor, damping: float) -> Tensor:
-    """The upper factor of the inverse of H, whose diagonal is first raised by a share of its mean, and by more where that is not
-    enough to invert it."""
+    """The upper Cholesky factor of the inverse of H. The diagonal of H is first raised by a fraction `damping` of its mean, and by
+    ten times more until H can be inverted."""
     products = products.clone()
     diagonal = products.diagonal()
-    diagonal[diagonal == 0] = 1.0  # an input that was never there
+    diagonal[diagonal == 0] = 1.0  # an input channel that was always 0
     share = damping * diagonal.mean()
     while True:
         raised = products + share * torch.eye(len(products), dtype=products.dtype, device=products.device)
@@ -43,8 +44,8 @@ def gptq(
     damping: float = 0.01,
     act_order: bool = False,
 ) -> QuantizedMatrix | None:
-    """A matrix [out, in] rounded for inputs with this sum of outer products. `act_order` rounds the columns with the largest inputs
-    first, in groups that were laid before."""
+    """A matrix [out, in] rounded for inputs with this sum of outer products. `act_order` rounds the columns with the largest
+    inputs first; the groups and their scales are then fixed beforehand."""
     columns = weight.shape[1]
     group = form.group_of(columns)
     if not group:
@@ -64,9 +65,9 @@ def gptq(
         for column in range(start, stop):
             number = int(order[column]) // group if act_order else column // group
             if not act_order and column % group == 0:
-                # What was rounded before has changed the group; later changes of this block are in it too.
+                # Rounding earlier columns has changed the group; `left` includes the changes inside this block,
                 ahead = left[:, column : column + group]
-                if column + group > stop:  # and those that are not carried beyond the block yet
+                if column + group > stop:  # but not yet those beyond it
                     pending = errors[:, : column - start] @ inverse[start:column, stop : column + group]
                     ahead = torch.cat((left[:, column:stop], left[:, stop : column + group] - pending), dim=1)
                 fresh, zero = scales_of(ahead, form, scale_dtype)

@@ -1,5 +1,5 @@
-"""What the matrices of a block are given as calibration data passes it: for each site the sum of outer products of its inputs (of
-which GPTQ makes the Hessian), and the mean and the largest size of each input channel."""
+"""Input statistics of a block's matrices, collected while calibration data passes through it: for each site the sum of outer
+products of its inputs (from which GPTQ makes the Hessian), and the mean and the largest magnitude of each input channel."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shardwise.quantize.sites import Site
 
 @dataclass
 class Inputs:
-    """Of rows [..., rows, in]: the leading dimension, where there is one, is the expert."""
+    """Statistics of rows [..., rows, in]; the leading dimension, if there is one, is the expert."""
 
     products: Tensor
     """[..., in, in]"""
     sizes: Tensor
-    """[..., in], added up"""
+    """[..., in], summed magnitudes"""
     largest: Tensor
     """[..., in]"""
     rows: Tensor
@@ -31,7 +31,7 @@ class Inputs:
 
     @staticmethod
     def none(width: int, device: torch.device, experts: int = 0) -> Inputs:
-        """Nothing yet."""
+        """Statistics of no rows."""
         lead = (experts,) if experts else ()
         zeros = torch.zeros(*lead, width, device=device)
         return Inputs(
@@ -39,7 +39,7 @@ class Inputs:
         )
 
     def add(self, rows: Tensor, expert: int | None = None) -> None:
-        """Some more rows."""
+        """Add rows."""
         if not len(rows):
             return
         rows = rows.detach().float()
@@ -51,13 +51,13 @@ class Inputs:
 
     @property
     def mean_size(self) -> Tensor:
-        """Of each channel; of an expert without rows, 1."""
+        """The mean magnitude of each channel; 1 for an expert without rows."""
         count = self.rows.unsqueeze(-1)
         return torch.where(count > 0, self.sizes / count.clamp(min=1), torch.ones_like(self.sizes))
 
 
 def inputs_of(found: dict[str, Inputs], site: Site, name: str) -> Inputs:
-    """The inputs of one matrix of a site: an expert's are its own."""
+    """The input statistics of one matrix of a site; experts have their own."""
     if ".experts." in name:
         return found["ffn.experts.down" if name.endswith("down") else "ffn.experts.gate"]
     return found[site.source]
@@ -65,7 +65,8 @@ def inputs_of(found: dict[str, Inputs], site: Site, name: str) -> Inputs:
 
 @contextlib.contextmanager
 def recorded(block: Block, sites: list[Site], device: torch.device) -> Iterator[dict[str, Inputs]]:
-    """The inputs of each site by its source, and those of experts, of all that passes the block meanwhile."""
+    """The input statistics of each site, by its source, and those of experts, over all data that passes through the block
+    meanwhile."""
     found: dict[str, Inputs] = {}
     handles = []
 
@@ -108,7 +109,7 @@ def _record_experts(experts: Experts, found: dict[str, Inputs], device: torch.de
     multiply = experts.multiply or grouped_linear
 
     def recording(x: Tensor, weight: Tensor, counts: Tensor, read: ReadCounts = read_counts) -> Tensor:
-        if weight is not experts.up:  # which reads what the gate does
+        if weight is not experts.up:  # up reads the same input as the gate
             into = found["ffn.experts.down" if weight is experts.down else "ffn.experts.gate"]
             for expert, rows in enumerate(x[: int(counts.sum())].split(counts.tolist())):
                 into.add(rows, expert)

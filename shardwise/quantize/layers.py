@@ -1,5 +1,6 @@
-"""A network packed layer by layer: calibration data passes a layer, what its matrices were given decides how they are rounded, and
-the data passes the rounded layer into the next. So a layer makes up for what the layers before it have changed.
+"""Quantizes a network layer by layer: calibration data passes through a layer, the inputs of its matrices decide how they are
+rounded, and the data passes through the rounded layer into the next. So a layer compensates for the errors of the layers before
+it.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ class Settings:
     form: WeightFormat
     method: Method
     damping: float = 0.01
-    """gptq: added to the Hessian's diagonal, as a share of its mean."""
+    """gptq: added to the Hessian's diagonal, as a fraction of its mean."""
     act_order: bool = False
-    """gptq: the columns with the largest inputs first."""
+    """gptq: round the columns with the largest inputs first."""
     alpha: float = 0.5
-    """smoothquant: how much of the inputs' range goes to the weights."""
+    """smoothquant: how much of the inputs' range moves into the weights."""
 
 
 @dataclass
 class Sample:
-    """Some sequences on their way through the layers."""
+    """The hidden states of some sequences, on their way through the layers."""
 
     x: Tensor
     rope: Rope | None
@@ -57,7 +58,7 @@ def quantize_layers(
     settings: Settings,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Pack the matrices of a model's layers in place. Batches are tokens, positions and documents, as the model takes them."""
+    """Quantize the matrices of a model's layers in place. Batches are tokens, positions and documents, as the model takes them."""
     samples = [_begun(model, *batch) for batch in batches] if settings.method != "round" else []
     for n, block in enumerate(model.layers.values()):
         assert isinstance(block, Block)
@@ -100,12 +101,12 @@ def _quantize_block(block: Block, samples: list[Sample], settings: Settings, dty
 
 
 def _balance(block: Block, site: Site, found: dict[str, Inputs], settings: Settings, dtype: torch.dtype | None) -> None:
-    """Scale the inputs of a site, where what makes them can take the scales, and what is known of them."""
+    """Scale the inputs of a site, if their producer can absorb the scales, and scale their statistics, too."""
     if not site.before:
         return
     weights = [block.get_parameter(name).detach() for name in site.matrices]
     overall = found[site.source]
-    own = overall.sizes.ndim > 1  # experts that each have inputs of their own
+    own = overall.sizes.ndim > 1  # each expert has its own inputs
     if settings.method == "smoothquant":
         largest = torch.stack([_largest(weight, own) for weight in weights]).amax(0)
         wanted = overall.largest.clamp(min=1e-5) ** settings.alpha / largest.clamp(min=1e-5) ** (1 - settings.alpha)
@@ -131,7 +132,7 @@ def _scale_inputs(inputs: Inputs, scale: Tensor) -> None:
 
 
 def _largest(weight: Tensor, own: bool) -> Tensor:
-    """Of each input channel, in all rows; of each expert, or of all."""
+    """The largest weight of each input channel over all rows; for each expert, or over all experts."""
     found = weight.float().abs().amax(-2)
     return found if own or found.ndim == 1 else found.amax(0)
 
@@ -147,7 +148,7 @@ def _rounded(
         matrix = matrix.to(products.dtype)
         if settings.method == "gptq":
             return gptq(matrix, products, form, dtype, settings.damping, settings.act_order)
-        # What queries and keys become is multiplied with each other: cutting their range is left out, as AWQ does.
+        # Queries and keys are multiplied with each other, so the range of their matrices is not clipped, as in AWQ.
         return clipped(matrix, products, form, dtype, clip=not name.startswith(("attention.q", "attention.k.")))
 
     if weight.ndim == 2:

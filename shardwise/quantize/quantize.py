@@ -1,5 +1,4 @@
-"""A checkpoint into a folder of packed weights: calibrated, packed, judged, and written as a Hugging Face folder that is also a
-checkpoint of ours."""
+"""Quantizes a checkpoint: calibrates, packs, evaluates, and writes a Hugging Face folder that is also a checkpoint of ours."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ from shardwise.quantize.texts import open_texts, perplexity, spread, tensors_of
 from shardwise.run import UserError, read_run
 
 TOGETHER = 4
-"""Calibration sequences that pass a layer at a time."""
+"""Calibration sequences that pass through a layer at a time."""
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """What was made."""
+    """The result of a quantization."""
 
     bytes_before: int
     bytes_after: int
@@ -38,7 +37,7 @@ class Quantized:
 
     @property
     def change(self) -> float:
-        """Of the perplexity, as a share."""
+        """The relative change of the perplexity."""
         return self.perplexity_after / self.perplexity_before - 1
 
 
@@ -53,7 +52,7 @@ def quantize_checkpoint(
     overrides: list[str] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Quantized:
-    """Pack a checkpoint into `out`, calibrated on so many sequences and judged on as many as `evaluated`."""
+    """Quantize a checkpoint into `out`, calibrated on `sequences` sequences and evaluated on `evaluated`."""
     check_free(out)
     folder = checkpoint_folder(checkpoint)
     run = read_run(folder / RUN_FILE, overrides or [])

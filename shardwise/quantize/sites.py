@@ -1,7 +1,7 @@
-"""Where a block multiplies: the matrices that read the same input, and what makes that input.
+"""The matrix multiplications of a block: which matrices read the same input, and what produces that input.
 
-A scale of each input channel can be multiplied into the matrices and divided out of what comes before, a norm's weights or the rows
-of another matrix, without changing what the block computes. AWQ and SmoothQuant choose such scales; this file knows where they go.
+A scale for each input channel can be multiplied into the matrices and divided out of the producer, a norm's weights or the rows of
+another matrix, without changing the block's output. AWQ and SmoothQuant choose such scales; this file knows where they go.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shardwise.model.transformer import Block
 
 @dataclass(frozen=True)
 class Site:
-    """Names are the block's: of matrices that may be packed, of others that read the same input, and of what makes it."""
+    """Parameter names in the block: of matrices that may be quantized, of others that read the same input, and of its producer."""
 
     matrices: tuple[str, ...]
     before: str = ""
-    """A norm, or a matrix whose rows are the inputs (by way of attention or of a gate); "": nothing that a scale can go to."""
+    """A norm, or a matrix whose rows produce the inputs (through attention or a gate); "": nothing that can absorb a scale."""
     others: tuple[str, ...] = ()
 
     @property
@@ -33,7 +33,7 @@ class Site:
 
     @property
     def source(self) -> str:
-        """What its inputs are known by: the norm that makes them, or the first matrix that reads them."""
+        """The name of its input statistics: the norm that produces the inputs, or the first matrix that reads them."""
         return self.before if self.follows_norm else self.matrices[0]
 
 
@@ -70,7 +70,7 @@ def sites_of(block: Block) -> list[Site]:
 
 
 def _full(site: Site) -> Site:
-    """With the names of parameters: a `Linear` has its matrix as `weight`."""
+    """The site with full parameter names: the matrix of a `Linear` is its `weight`."""
 
     def parameter(name: str) -> str:
         return name if ".experts." in name or name.endswith(("norm", ".weight")) or not name else f"{name}.weight"
@@ -79,8 +79,8 @@ def _full(site: Site) -> Site:
 
 
 def free_scales(block: Block, site: Site, wanted: Tensor) -> Tensor:
-    """Scales that what comes before can take, nearest to those that are wanted for each input channel: query heads that share a
-    value head share its scales."""
+    """The scales nearest to those wanted for each input channel that the producer can absorb: query heads that share a value head
+    share its scales."""
     if site.before != "attention.v.weight":
         return wanted
     attention = block.attention
@@ -93,7 +93,8 @@ def free_scales(block: Block, site: Site, wanted: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fold(block: Block, site: Site, scale: Tensor) -> None:
-    """Multiply each input channel's scale [in], or [experts, in], into the matrices, and divide it out of what comes before."""
+    """Multiply each input channel's scale [in], or [experts, in], into the matrices, and divide it out of their input's
+    producer."""
     for name in (*site.matrices, *site.others):
         matrix = block.get_parameter(name)
         matrix.copy_(matrix * scale.to(matrix.dtype).unsqueeze(-2))
@@ -117,13 +118,13 @@ def fold(block: Block, site: Site, scale: Tensor) -> None:
 
 
 def _rows_of(block: Block, site: Site, scale: Tensor) -> Tensor:
-    """What the rows of the matrix before are divided by."""
+    """The divisors of the rows of the matrix before."""
     attention = block.attention
     if site.before == "attention.v.weight":
         assert isinstance(attention, GroupedAttention)
         groups = attention.q.weight.shape[0] // attention.v.weight.shape[0]
         return scale.unflatten(-1, (-1, groups, attention.head_dim))[..., 0, :].flatten(-2)
-    if site.before == "attention.kv.weight":  # of each head's rows, the last unfold its values
+    if site.before == "attention.kv.weight":  # the last rows of each head project its values
         assert isinstance(attention, LatentAttention)
         by_head = scale.unflatten(-1, (-1, attention.v_dim))
         return torch.cat((by_head.new_ones(len(by_head), attention.nope_dim), by_head), dim=1).flatten()

@@ -1,5 +1,5 @@
-"""The texts that a model is calibrated and judged on: the data of its run, another set of tokens, or a file of text. Calibration
-reads what a run would train on, the perplexity is of what it would be evaluated on; of a file, of its last tenth.
+"""The texts for calibration and evaluation: the data of the model's run, another token set, or a text file. Calibration reads the
+training data of a run, and the perplexity is that of its validation data; of a file, that of its last tenth.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shardwise.run import Problem, Run, UserError
 from shardwise.run.vocabulary import INDEX
 
 HELD_OUT = 10
-"""Of a file of text, one part in so many is for the perplexity."""
+"""One in this many sequences of a text file is held out for the perplexity."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Samples by their number, and how many there are."""
+    """Samples by index, and how many there are."""
 
     calibration: Callable[[NDArray[np.int64]], Batch]
     calibrations: int
@@ -38,7 +38,7 @@ class Texts:
 
 
 def open_texts(folder: Path, run: Run, given: Path | None) -> Texts:
-    """The texts for the checkpoint in a folder: a set of tokens or a file that is given, or the data of its run."""
+    """The texts for the checkpoint in a folder: a given token set or text file, or the data of its run."""
     tokenizer = load_tokenizer(folder)
     if given is not None and given.is_file():
         return _file(given, tokenizer, run)
@@ -94,13 +94,13 @@ def tensors_of(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | Non
 
 
 def spread(count: int, wanted: int) -> NDArray[np.int64]:
-    """So many of `count` samples, evenly spaced, or all of them."""
+    """The indices of `wanted` evenly spaced samples of `count`, or of all."""
     return np.unique(np.linspace(0, count - 1, min(count, wanted)).round().astype(np.int64))
 
 
 @torch.no_grad()
 def perplexity(model: Transformer, texts: Texts, sequences: int, device: torch.device, together: int = 8) -> float:
-    """Two to the bits, or e to the nats, that the model needs for a token on average."""
+    """The perplexity: e to the mean cross-entropy of a token in nats, which is 2 to that in bits."""
     numbers = spread(texts.evaluations, sequences)
     total, count = 0.0, 0
     for first in range(0, len(numbers), together):

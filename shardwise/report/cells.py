@@ -11,13 +11,13 @@ from shardwise.ledger import Span
 
 OWNER_LETTERS = {"parameters": "P", "gradients": "G", "optimizer": "O", "activations": "A", "logits": "L",
                  "gathered": "Z", "buffers": "B", "workspace": "W"}  # fmt: skip
-"""Letters of memory owners where there is no colour; Z is ZeRO's gathered parameters."""
+"""Letters of memory owners when there is no colour; Z is ZeRO's gathered parameters."""
 
 KIND_LETTERS = {"forward": ">", "recompute": "r", "backward": "<", "backward_input": "i", "backward_weight": "w",
                 "optimizer": "o", "matmul": "m", "attention": "a", "memory": "y", "host": "h", "replicate": "R",
                 "shard": "S", "context": "C", "tensor": "T", "pipeline": "P", "expert": "E", "data": "d",
                 "checkpoint": "k", "offload": "H", "other": "x"}  # fmt: skip
-"""Letters of passes and categories where there is no colour: compute in lower case, communication in capitals."""
+"""Letters of passes and categories when there is no colour: compute in lower case, communication in capitals."""
 
 IDLE = "."
 
@@ -31,8 +31,8 @@ class CellRange:
 
 
 def stacked(values: Sequence[float], scale: float, width: int) -> list[int]:
-    """Cells for each part of a bar that is `width` long at `scale`. Cumulative sums are rounded, not parts, so that the whole bar
-    has the right length."""
+    """Cells for each part of a bar that is `width` long at `scale`. Cumulative sums are rounded, not parts, so that the total
+    length of the bar is right."""
     if not scale > 0 or not isfinite(scale):
         return [0] * len(values)
     cells, so_far, used = [], 0.0, 0

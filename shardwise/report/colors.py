@@ -1,4 +1,4 @@
-"""One colour for each axis, category of time, owner of memory and pass, for light and dark backgrounds alike.
+"""One colour for each axis, category of time, owner of memory and pass, for both light and dark backgrounds.
 
 Colours that meet in one chart are distinct in OKLab under normal sight, protanopia and deuteranopia, each with a contrast of
 1.9 or more to both backgrounds; the tests measure it. No chart relies on colour alone: bars have names, cells have letters.

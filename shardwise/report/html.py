@@ -28,7 +28,7 @@ class Section:
 
 
 def page(title: str, sections: Iterable[Section], remark: str = "") -> str:
-    """The whole file."""
+    """The complete file."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -41,19 +41,19 @@ def page(title: str, sections: Iterable[Section], remark: str = "") -> str:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A shown number as `plan --json` has it: its path there and its value, for programs that read a page."""
+    """A number shown on a page, with its path and value in `plan --json`, for programs that read the page."""
 
     path: str
     value: Any
 
     @property
     def attributes(self) -> str:
-        """What marks an element that shows it."""
+        """The HTML attributes of an element that shows it."""
         return f' data-quantity="{escape(self.path)}" data-value="{escape(json.dumps(self.value))}"'
 
 
 def key_figures(figures: Iterable[tuple[str, str, str]], quantities: Mapping[str, Quantity] | None = None) -> Section:
-    """The key numbers: label, value and remark. `quantities` says of a label which number it is."""
+    """The key numbers: label, value and remark. `quantities` maps a label to its number."""
     known = quantities or {}
     cells = "".join(
         f"<div><dt>{escape(label)}</dt><dd{known[label].attributes if label in known else ''}>{escape(value)}</dd>"
@@ -185,7 +185,8 @@ def scatter(
     numbers: Sequence[int | None] | None = None,
 ) -> Section:
     """Candidates as points; those on the Pareto front of the columns are filled. `size` is a third column, shown by colour, and
-    `limit` a line across `x`. `numbers` are those of a ranking's rows, None for what is not in it; by default their order."""
+    `limit` a line across `x`. `numbers` are the rows' numbers in a ranking, None for a row that is not in it; by default 1, 2, 3,
+    ..."""
     if not rows:
         return Section(title, "No candidates.", "")
     sides = " and ".join(column.title for column in (x, y, size) if column and column.better)
@@ -257,7 +258,7 @@ def cell(text: str, kind: str = "", color: str = "", quantity: Quantity | None =
 
 
 def _held(bar: pick.MemoryBar, owner: str) -> str:
-    """What an owner holds on a rank; a mean of ranks is in no plan."""
+    """The bytes an owner holds on a rank. Only ranks have a path in the plan, a mean of ranks has none."""
     held = bar.owners.get(owner, 0.0)
     known = bar.label.isdigit() and owner in bar.owners
     return cell(words.gib(held), "n", quantity=Quantity(f"memory.stages[{bar.label}].{owner}", held) if known else None)

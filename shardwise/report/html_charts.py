@@ -1,5 +1,5 @@
-"""The page's static charts, as inline SVG: of a plan, stacked bars of memory and time and the Pareto front; of a profile, a bar
-for each rank, memory curves, and the order of a pipeline's actions; of anything, lines over two axes."""
+"""The page's static charts, as inline SVG. For a plan: stacked bars of memory and time, and the Pareto front. For a profile: a bar
+for each rank, memory curves, and the order of a pipeline's actions. For anything: lines over two axes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.report import colors, pick, words
 
 WIDE = 1024
 TOP = 26
-"""Above charts with two axes."""
+"""Space above charts with two axes."""
 MOST_BARS = 64
 
 
@@ -23,7 +23,7 @@ def swatch(color: str) -> str:
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Names with their colours in a line."""
+    """Names with their colours, in one line."""
     keys = "".join(f"<span>{swatch(color)}{escape(name)}</span>" for name, color in entries)
     return f'<div class="legend">{keys}</div>'
 
@@ -76,7 +76,7 @@ def _how_full(bar: pick.MemoryBar, capacity: float, y: float, x: float) -> str:
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, str]]) -> str:
-    """One bar over the whole width: name, amount and colour of each part."""
+    """One bar over the full width: name, amount and colour of each part."""
     total = sum(amount for _, amount, _ in parts) or 1.0
     drawn, x = [], 0.0
     for name, amount, color in parts:
@@ -90,7 +90,7 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]]) -> str:
 
 
 def small_bar(share: float, color: str) -> str:
-    """A bar in a table cell, of this share of its width."""
+    """A bar in a table cell that fills this share of its width."""
     return f'<svg><rect width="{100 * share:.2f}%" height="13" fill="{color}"/></svg>'
 
 
@@ -109,7 +109,7 @@ def scatter_chart(
     xs, ys = [float(row[x.key]) for row in rows], [float(row[y.key]) for row in rows]
     high = 380
     drawn, place_x, place_y = _axes(xs, ys, x, y, limit, high)
-    # The front is drawn last, so that none of it is hidden.
+    # The front is drawn last, so that no other point hides it.
     for place in sorted(range(len(rows)), key=lambda at: (best[at], -at)):
         row = rows[place]
         color = ramp_of(rows, size, row)
@@ -163,7 +163,7 @@ def rank_bars(ranks: Mapping[int, Mapping[str, float]], palette: Mapping[str, st
 
 
 def memory_lines(curves: Sequence[tuple[int, Mapping[str, Any]]]) -> tuple[str, list[tuple[str, str]]]:
-    """Bytes allocated over time, a line for each rank; and the legend."""
+    """Bytes allocated over time, a line for each rank; returns the chart and its legend."""
     left, right, top, high = 78, 12, 10, 220
     end = max((curve["times"][-1] for _, curve in curves if curve["times"]), default=0) or 1
     most = max(curve["peak"] for _, curve in curves) or 1
@@ -195,7 +195,7 @@ def memory_lines(curves: Sequence[tuple[int, Mapping[str, Any]]]) -> tuple[str, 
 def _axes(
     xs: Sequence[float], ys: Sequence[float], x: pick.Column, y: pick.Column, limit: float | None, high: float
 ) -> tuple[list[str], Callable[[float], float], Callable[[float], float]]:
-    """Both axes of a chart with their grid and titles, and where a value of each lies; `limit` is a line across `x`."""
+    """Both axes of a chart with grid and titles, and the functions from value to pixel; `limit` is a line across `x`."""
     left, right = 78, WIDE - 20
     place_x, marks_x = _scale([*xs, limit] if limit else xs, x.unit, left, right)
     place_y, marks_y = _scale(ys, y.unit, TOP + high, TOP)
@@ -230,7 +230,7 @@ def line_chart(
 
 
 def action_order(step: Mapping[str, Any]) -> str:
-    """A row for each rank of a pipeline: its actions when it executed them, coloured by pass; the gaps are its bubble."""
+    """A row for each rank of a pipeline: its actions at their execution times, coloured by pass; the gaps are its bubble."""
     left, high, gap, right = 66, 24, 5, 92
     rows = list(step["ranks"].items())
     room, length = WIDE - left - right, max(1, step["window"])
@@ -249,7 +249,7 @@ def action_order(step: Mapping[str, Any]) -> str:
                 continue
             seen = x + wide
             color = colors.PASS.get(pick.pass_of_action(action), colors.UNKNOWN)
-            # A hairline between neighbours, but no more than a fifth of an action: what is wider is a gap.
+            # A hairline between neighbours, at most a fifth of an action; anything wider is a gap.
             width = max(0.4, wide - min(1, wide / 5))
             drawn.append(
                 _rect(x, y, width, high, color, f"rank {rank}: {action}, {words.seconds((end - start) / 1e9)}")
@@ -303,7 +303,7 @@ def _rect(x: float, y: float, wide: float, high: float, color: str, tip: str) ->
 
 
 def _svg(high: float, label: str, drawn: Sequence[str]) -> str:
-    """A chart as wide as the page, which scrolls where that is too narrow for its words; `label` is for screen readers."""
+    """A chart as wide as the page; it scrolls if that is too narrow for its text. `label` is for screen readers."""
     head = (
         f'<div class="scroll"><svg class="chart" viewBox="0 0 {WIDE} {high}" role="img" aria-label="{escape(label)}">'
     )

@@ -1,4 +1,4 @@
-"""What each step of preparing data did, as a page: documents that came, went and were changed, reasons, and examples."""
+"""A page on data preparation, step by step: documents read, removed and changed, with reasons and examples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COLOR = "#4c78a8"
 
 
 def preparation_page(title: str, found: dict[str, Any]) -> str:
-    """The whole file, of the statistics that `shardwise data prepare` writes."""
+    """The complete file, from the statistics that `shardwise data prepare` writes."""
     share = found["kept"] / found["documents"] if found["documents"] else 0.0
     tokens = sum(made["tokens"] for made in found["sets"].values())
     figures = [

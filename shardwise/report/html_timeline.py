@@ -49,8 +49,8 @@ def timeline_rows(timeline: Timeline, most_spans: int = MOST_SPANS) -> list[Row]
     if sum(len(row.spans) for row in rows) <= most_spans:
         return rows
     end = max(span.start + span.seconds for row in rows for span in row.spans)
-    # A slice of a row yields at most one merged and one long span, so this many slices stay below the limit. Finer slices
-    # often do, too.
+    # A slice of a row yields at most one merged and one long span, so this many slices stay below the limit. Finer
+    # slices often do too.
     slices = max(1, most_spans // (2 * len(rows)))
     best = [replace(row, spans=merged(row.spans, end / slices)) for row in rows]
     for _ in range(4):

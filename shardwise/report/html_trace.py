@@ -32,7 +32,7 @@ CAUSE_COLORS = {
 def sections(
     explained: Explained, timeline: Timeline, closeup: Timeline | None = None, problems: Sequence[str] = ()
 ) -> list[Section]:
-    """The whole page. `timeline` shows all ranks, `closeup` one step of some ranks, kernel by kernel."""
+    """All sections of the page. `timeline` shows all ranks, `closeup` one step of some ranks, kernel by kernel."""
     remark = "Compute of each rank, coloured by category; the thin rows are memory copies and communication by axis."
     found = [
         html.key_figures(trace_view.figures(explained)),
@@ -58,7 +58,7 @@ def sections(
 
 
 def findings(explained: Explained) -> Section:
-    """What to change, largest gain first."""
+    """Suggested changes, largest gain first."""
     if not explained["findings"]:
         return Section("What to change", "", "<p>The profile shows nothing worth changing.</p>")
     cards = []

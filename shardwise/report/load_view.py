@@ -1,5 +1,5 @@
-"""A load, measured or played, for people: its figures in words, and as a page with how waiting is distributed over requests and
-how it went over time."""
+"""A load, measured or simulated: its figures as text, and as a page with the distribution of latencies over requests and their
+course over time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_page(title: str, load: LoadFigures) -> str:
 
 
 def key_figures(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """What people look at first: label, value and remark."""
+    """The first numbers to look at: label, value and remark."""
     failed = f"{figures['failed']:,} failed" if figures["failed"] else "none failed"
     found = [
         ("requests", words.count(figures["requests"]), f"{failed}, in {words.seconds(figures['seconds'])}"),
@@ -51,11 +51,11 @@ def key_figures(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def cells(figures: dict[str, Any]) -> list[tuple[str, list[str]]]:
-    """The table of times: a name, the mean and the percentiles."""
+    """The table of latencies: name, mean and percentiles."""
     found = []
     for key, name in ROWS:
         if figures[key]["mean"] is None and key == "itl_ms":
-            continue  # a played load has no events between tokens
+            continue  # a simulated load has no events between tokens
         values = [figures[key][column] for column in ("mean", *(f"p{share}" for share in SHARES))]
         found.append((name, [words.DASH if value is None else words.seconds(value / 1e3) for value in values]))
     return found
@@ -76,7 +76,7 @@ def _distribution(title: str, values: Sequence[float], limit: float) -> html.Sec
 
 
 def _over_time(made: Sequence[RequestTimes]) -> html.Section:
-    """Of each slice of time: what the requests that were due in it waited, and how many tokens they were answered with."""
+    """Median and 90th percentile of the time to first token, by the time slice in which requests were due."""
     end = max(each.due for each in made) or 1.0
     slices: dict[int, list[RequestTimes]] = {}
     for each in made:

@@ -1,5 +1,5 @@
-"""A device's memory over time, for people: key figures, owners at the peak beside the plan, places, and the curve; on a terminal
-and as sections of a page."""
+"""A device's memory over time: key figures, owners at the peak compared with the plan, allocation sites, and the curve; on a
+terminal and as sections of a page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def figures(history: History) -> list[tuple[str, str, str]]:
 
 
 def owner_rows(history: History, planned: Mapping[str, float] | None) -> tuple[list[str], list[list[str]]]:
-    """Owners at the peak, beside the plan where there is one."""
+    """Owners at the peak, with the plan's values if there is a plan."""
     names = dict.fromkeys([*history["owners"], *(planned or {})])
     rows = []
     for name in names:
@@ -49,12 +49,12 @@ def _off(planned: float, held: float) -> str:
 
 
 def place_rows(history: History) -> list[list[str]]:
-    """What is held at the peak, the largest first."""
+    """The largest allocation sites at the peak."""
     return [[place, owner, words.size(size), f"{count:,}"] for owner, place, size, count in history["places"][:SHOWN]]
 
 
 def curve(history: History) -> plot.Plot:
-    """Memory over time, of all owners together and reserved."""
+    """Memory over time: in use by all owners together, and reserved."""
     seconds = [when / 1e6 for when in history["times"]]
     lines = list(history["curve"].values())
     total = [float(sum(values)) for values in zip(*lines, strict=True)] if lines else []
@@ -65,7 +65,7 @@ def curve(history: History) -> plot.Plot:
 
 
 def sections(history: History, planned: Mapping[str, float] | None) -> list[html.Section]:
-    """For a page."""
+    """The sections of a page."""
     heads, rows = owner_rows(history, planned)
     table = html.table_of(
         heads, [[html.cell(c, "n" if at else "") for at, c in enumerate(row)] for row in rows], numbers_from=1
@@ -84,7 +84,7 @@ WIDE, HIGH, LEFT, TOP = 900, 260, 70, 10
 
 
 def areas(history: History, planned: Mapping[str, float] | None) -> str:
-    """Owners stacked over time, what is reserved as a line, and the planned peak as another."""
+    """Owners stacked over time, with reserved memory as a line, and the planned peak as another."""
     times = history["times"] or (0,)
     tallest = max(max(history["reserved_curve"], default=1), history["peak"], sum((planned or {}).values()), 1) * 1.05
     span = max(times[-1], 1)
@@ -126,5 +126,5 @@ def areas(history: History, planned: Mapping[str, float] | None) -> str:
 
 
 def lines(history: History) -> Sequence[str]:
-    """The curve as letters."""
+    """The curve as a text plot."""
     return plot.letters(curve(history))

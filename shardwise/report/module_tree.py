@@ -1,4 +1,4 @@
-"""The modules of a network as lines to read: indented, to a depth, with numbered siblings of equal cost as one line."""
+"""The modules of a network as readable lines: indented, down to a depth, with numbered siblings of equal cost in one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 @dataclass
 class Line:
-    """A module, or several alike, with its submodules."""
+    """A module, or several identical ones, with its submodules."""
 
     level: int
     name: str
@@ -26,7 +26,7 @@ class Line:
     children: list[Line] = field(default_factory=list)
 
     def alike(self, other: Line) -> bool:
-        """Whether another costs the same, but for its time."""
+        """Whether another module costs the same, apart from its time."""
         return (
             (self.kind, self.parameters, self.flops, self.activations)
             == (other.kind, other.parameters, other.flops, other.activations)
@@ -35,7 +35,7 @@ class Line:
         )  # fmt: skip
 
     def absorb(self, other: Line) -> None:
-        """Add another of the same kind."""
+        """Add an identical module's costs."""
         self.parameters += other.parameters
         self.activations += other.activations
         self.seconds += other.seconds
@@ -44,7 +44,7 @@ class Line:
             mine.absorb(its)
 
     def cells(self, total: float) -> list[str]:
-        """What a table shows of it; `total` is the seconds of everything."""
+        """The table cells of the line; `total` is the total seconds."""
         recomputed = sum(amount for name, amount in self.flops.items() if name.startswith("recompute"))
         done = sum(self.flops.values())
         return [
@@ -86,7 +86,7 @@ def _flat(line: Line, level: int, depth: int) -> list[Line]:
 
 
 def _folded(children: Sequence[Line]) -> list[Line]:
-    """Numbered siblings that cost the same, as one line: `0-11`."""
+    """Numbered siblings that cost the same, folded into one line: `0-11`."""
     groups: list[tuple[Line, list[str]]] = []
     for child in children:
         last = groups[-1] if groups else None
@@ -101,7 +101,7 @@ def _folded(children: Sequence[Line]) -> list[Line]:
 
 
 def _one_of(line: Line, count: int) -> Line:
-    """What each of several alike costs."""
+    """The cost of one of `count` identical modules."""
     flops = {name: amount / count for name, amount in line.flops.items()}
     children = [_one_of(child, count) for child in line.children]
     return Line(0, line.name, line.kind, line.parameters / count, flops, line.activations / count, 0.0, children)

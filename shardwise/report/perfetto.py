@@ -1,8 +1,8 @@
 """Timelines as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing: a process for each timeline and pipeline rank,
 a thread for each stream.
 
-The format has decimal microseconds. Times are rounded to integer nanoseconds once and written with three decimals, so no precision
-is lost and spans that touch still touch.
+The format uses decimal microseconds. Times are rounded to integer nanoseconds once and written with three decimals, so no precision
+is lost and adjacent spans stay adjacent.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ CNAME = {
 }
 
 _BACKWARD = "bad"
-"""Colour of the backward, which differs from the forward of the same category."""
+"""Colour of backward passes, to tell them from forward passes of the same category."""
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> Iterator[str]:
-    """The JSON in chunks, a line for each event; a process is named by its timeline and rank."""
+    """The JSON in chunks, one line per event; a process is named by its timeline and rank."""
     yield '{"displayTimeUnit": "ms", "traceEvents": [\n'
     first = True
     for event in _events(timelines):
@@ -56,7 +56,7 @@ def write_chrome_trace(timelines: Mapping[str, Timeline], path: str | Path) -> N
         with opened(path, "wt", encoding="utf-8") as file:
             file.writelines(chrome_trace(timelines))
     except OSError as e:
-        e.filename = e.filename or str(path)  # a full disk does not say which file it was
+        e.filename = e.filename or str(path)  # the error of a full disk does not name the file
         raise
 
 

@@ -24,7 +24,7 @@ from shardwise.run.axes import AXES
 from shardwise.run.problems import counted
 
 ALL_BARS = 8
-"""A pipeline no longer than this is shown whole."""
+"""A pipeline of at most this many ranks is shown in full."""
 
 _ACTIONS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight", "R": "recompute"}
 _ACTION = re.compile(r"([FBIWR])(\d+\.\d+)?$")
@@ -42,9 +42,9 @@ class Column:
     unit: float = 1.0
     """Tick marks on an axis are round multiples of this: 2**30 for bytes."""
     essential: bool = False
-    """A narrow terminal leaves out the other columns first."""
+    """Whether to keep it on a narrow terminal, which drops the other columns first."""
     below: bool = False
-    """Where there is no room for it, it is listed below the table."""
+    """Whether to list it below the table if it does not fit."""
 
     def text(self, row: Mapping[str, Any]) -> str:
         """A row's formatted value, "" if it has none."""
@@ -54,7 +54,7 @@ class Column:
 
 @dataclass(frozen=True)
 class MemoryBar:
-    """One bar: a pipeline rank, or the mean of those without a bar of their own."""
+    """One bar: a pipeline rank, or the mean of the ranks without their own bar."""
 
     label: str
     owners: Mapping[str, float]
@@ -62,7 +62,7 @@ class MemoryBar:
 
     @property
     def total(self) -> float:
-        """All owners."""
+        """Bytes of all owners."""
         return sum(self.owners.values())
 
 
@@ -83,7 +83,7 @@ def pass_of_action(name: str) -> str:
 
 
 def pass_of(span: Span) -> str:
-    """The pass a span on the compute stream belongs to, by its name ("forward", "backward input 3", "F2.5"); else ""."""
+    """The pass of a span on the compute stream, from its name ("forward", "backward input 3", "F2.5"); else ""."""
     if span.stream != "compute":
         return ""
     if action := pass_of_action(span.name):
@@ -98,7 +98,7 @@ def kind_of(span: Span) -> str:
 
 
 def ordered(names: Iterable[str], known: Sequence[str]) -> list[str]:
-    """Names in the order of `known`, then the others in their own."""
+    """Names in the order of `known`, then the others in their given order."""
     given = list(dict.fromkeys(names))
     return [name for name in dict.fromkeys(known) if name in given] + [name for name in given if name not in known]
 
@@ -109,7 +109,7 @@ def owners_of(memory: Memory) -> list[str]:
 
 
 def memory_bars(memory: Memory, longest: int = ALL_BARS) -> list[MemoryBar]:
-    """Every pipeline rank, or of a longer pipeline the first, the fullest, the last and the mean of the rest."""
+    """Every pipeline rank; for a longer pipeline, the first, the fullest, the last and the mean of the rest."""
     totals = memory.totals
     if len(totals) <= longest:
         return [MemoryBar(str(rank), owners) for rank, owners in enumerate(memory.ranks)]
@@ -122,8 +122,8 @@ def memory_bars(memory: Memory, longest: int = ALL_BARS) -> list[MemoryBar]:
 
 
 def breakdown(account: Account) -> list[tuple[str, float]]:
-    """Categories that took time, longest first; the rest of the step is "not accounted for". Less than a millionth of the step is
-    what smooth formulas leave of nothing."""
+    """Categories that took time, longest first; the rest of the step is "not accounted for". Values below a millionth of the step
+    are dropped: they are zeros that smooth formulas do not reach exactly."""
     parts = [(name, taken) for name, taken in account.breakdown.items() if taken > 1e-6 * account.step_seconds]
     missing = account.step_seconds - sum(taken for _, taken in parts)
     if parts and missing > 1e-3 * account.step_seconds:
@@ -150,8 +150,8 @@ def streams_of(spans: Iterable[Span]) -> list[str]:
 
 
 def non_overlapping(spans: Iterable[Span], most: int = 16) -> list[list[Span]]:
-    """Spans of one stream by start, in as few rows as possible without overlap within a row. The last of `most` rows takes all that
-    do not fit into those before."""
+    """Spans of one stream by start, in as few rows as possible without overlap within a row. The last of `most` rows takes all
+    spans that do not fit into the rows before."""
     found: list[list[Span]] = []
     free: list[int] = []
     busy: list[tuple[int, int]] = []
@@ -173,7 +173,7 @@ def non_overlapping(spans: Iterable[Span], most: int = 16) -> list[list[Span]]:
 
 
 def nanoseconds(span: Span) -> tuple[int, int]:
-    """Start and end as integer nanoseconds. Times are rounded, not durations, so spans that touch still touch."""
+    """Start and end as integer nanoseconds. Times are rounded, not durations, so adjacent spans stay adjacent."""
     return round(span.start * 1e9), round((span.start + span.seconds) * 1e9)
 
 
@@ -210,7 +210,7 @@ def pareto_front(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -
     scores = [tuple(row[c.key] if c.better == "low" else -row[c.key] for c in sides) for row in rows]
     distinct = sorted(set(scores))
     best: set[tuple[Any, ...]] = set()
-    # In sorted order a row can only be dominated by an earlier one, and then by one of the front.
+    # In sorted order a row can only be dominated by an earlier one, and then also by one on the front.
     for score in distinct:
         if not any(all(a <= b for a, b in zip(other, score, strict=True)) for other in best):
             best.add(score)

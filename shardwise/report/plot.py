@@ -1,4 +1,4 @@
-"""Points, lines and bands over two axes, logarithmic or not: as SVG, alone or in a page, and as letters on a terminal."""
+"""Points, lines and bands over two axes, logarithmic or not: as SVG, alone or in a page, and as text plots on a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INK, _QUIET, _PAPER = "#333a42", "#6c7680", "#ffffff"
 
 @dataclass(frozen=True)
 class Series:
-    """Points that belong together: joined by a line, or each by itself; `band` is a low and a high line with the same x."""
+    """Points that belong together: joined by a line, or separate; `band` is a low and a high line with the same x."""
 
     name: str
     places: Sequence[Place]
@@ -30,7 +30,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture with its axes."""
+    """A chart with its axes."""
 
     title: str
     x: str
@@ -42,7 +42,7 @@ class Plot:
     words_y: Callable[[float], str] = field(default=lambda value: f"{value:.3g}")
 
     def bounds(self) -> tuple[float, float, float, float]:
-        """Left, right, low, high, with a little room, in the units that are drawn: logs on an axis that is logarithmic."""
+        """Left, right, low, high, with a small margin, in drawn units: logarithms on a logarithmic axis."""
         xs = [_unit(x, self.log_x) for s in self.series for x in _across(s)]
         ys = [_unit(y, self.log_y) for s in self.series for y in _upward(s)]
         xs, ys = [x for x in xs if math.isfinite(x)] or [0.0], [y for y in ys if math.isfinite(y)] or [0.0]
@@ -63,7 +63,7 @@ def _unit(value: float, log: bool) -> float:
 
 
 def svg(plots: Sequence[Plot]) -> str:
-    """A file of its own with the pictures below each other."""
+    """A standalone SVG file with the charts below each other."""
     body = "".join(f'<g transform="translate(0 {at * HIGH})">{_drawn(plot)}</g>' for at, plot in enumerate(plots))
     size = f'width="{WIDE}" height="{HIGH * len(plots)}" viewBox="0 0 {WIDE} {HIGH * len(plots)}"'
     font = "font-family:ui-sans-serif,system-ui,sans-serif;font-size:12px"
@@ -118,7 +118,7 @@ def _drawn(plot: Plot) -> str:
 
 
 def _names(alone: dict[str, Place]) -> str:
-    """The names of points that are a series by themselves: at their right, or at their left if there is no room."""
+    """The names of single-point series: to the right of the point, or to the left if there is no room."""
     drawn = []
     for name, (x, y) in alone.items():
         crowded = any(0 < other - x < 60 and abs(beside - y) < 14 for other, beside in alone.values())
@@ -136,7 +136,7 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def marks(low: float, high: float, log: bool, most: int = 7) -> list[float]:
-    """Values to name on an axis from `low` to `high`, which are logs where it is logarithmic."""
+    """Tick values on an axis from `low` to `high`, which are logarithms on a logarithmic axis."""
     if log and high - low > 1.2:
         step = max(1, math.ceil((high - low) / most))
         return [10.0**power for power in range(math.ceil(low), math.floor(high) + 1, step)]
@@ -150,7 +150,7 @@ def marks(low: float, high: float, log: bool, most: int = 7) -> list[float]:
 
 
 def letters(plot: Plot, wide: int = 76, high: int = 18) -> list[str]:
-    """The picture in letters: lines as dots, points as letters a, b, … of their series, whose names follow."""
+    """The chart as text: lines as dots, points as the letters a, b, … of their series, whose names follow."""
     left, right, low, top = plot.bounds()
     grid = [[" "] * wide for _ in range(high)]
 

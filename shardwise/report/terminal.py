@@ -1,6 +1,6 @@
 """The ledger in a terminal. Each function returns a rich renderable; the caller owns the console and its width.
 
-Where there is no colour (a pipe, a log, NO_COLOR) the same charts are drawn with letters, which the legend explains.
+Without colour (a pipe, a log, NO_COLOR) the same charts are drawn with letters, which the legend explains.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from shardwise.report import cells, colors, pick, words
 
 WIDEST_BAR = 100
 MOST_ROWS = 24
-"""Pipeline ranks that a timeline draws; of a longer pipeline, its first and last."""
+"""Most pipeline ranks in a timeline; a longer pipeline shows its first and last."""
 
 COLUMN_GAP = 3
-"""Cells between two columns of a table without a frame."""
+"""Cells between two columns of a frameless table."""
 SHORTEST_NAME = 8
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -35,7 +35,7 @@ WARNING = "bold red"
 
 
 class Console(RichConsole):
-    """Rich's console, but a closed pipe raises an error for `main` to handle, where rich would exit."""
+    """Rich's console, except that a closed pipe raises an error for `main` to handle, where rich would exit."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -53,7 +53,7 @@ def key_figures(figures: Iterable[tuple[str, str, str]]) -> RenderableType:
 
 
 def memory_bars(memory: Memory) -> RenderableType:
-    """Peak memory of each pipeline rank by owner against a device's capacity, then the numbers, which are the legend."""
+    """Peak memory of each pipeline rank by owner against a device's capacity, then the numbers, which also serve as the legend."""
     bars, owners = pick.memory_bars(memory), pick.owners_of(memory)
     if not bars:
         return Group(title("Memory"), Text("not known", style="dim"))
@@ -124,7 +124,7 @@ def timeline(timeline: Timeline, width: int | None = None) -> RenderableType:
 
 
 def ranking_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[pick.Column]) -> RenderableType:
-    """Candidates, best first, numbered. Essential columns are kept; others that do not fit are listed or named below it."""
+    """Candidates, best first, numbered. Essential columns are kept; others that do not fit are listed or named below the table."""
     return _Ranking(rows, columns)
 
 
@@ -210,7 +210,7 @@ class _Bar:
 
 @dataclass(frozen=True)
 class Name:
-    """A name on one line. In a table that is too wide, names are shortened in the middle, and numbers are never cut."""
+    """A name on one line. In a table that is too wide, names are shortened in the middle; numbers are never cut."""
 
     text: Text
 
@@ -225,7 +225,7 @@ class Name:
 
 @dataclass(frozen=True)
 class _Swatch:
-    """A square of a colour, or its letter where there is no colour."""
+    """A coloured square, or its letter without colour."""
 
     letter: str
     color: str
@@ -302,8 +302,8 @@ class _Ranking:
         return max(cell_len(text) for text in (column.title, *(column.text(row) for row in self.rows)))
 
     def _fitting(self, width: int) -> tuple[list[pick.Column], list[pick.Column]]:
-        """The columns that fit, and the others: the last that are not essential are left out first. The longest of the essential
-        ones is folded where they are still too wide."""
+        """The columns that fit, and the others: non-essential columns are dropped first, from the last on. If the essential ones
+        are still too wide, the longest of them is folded."""
         shown = list(self.columns)
         room = width - len(str(len(self.rows)))
         for column in reversed(self.columns):
@@ -350,7 +350,7 @@ def _rank_label(bar: pick.MemoryBar) -> Text:
 
 
 def _fill(total: float, capacity: float) -> Text:
-    """The total, and its share of the capacity or how far it is over."""
+    """The total, and its share of the capacity or its excess."""
     text = Text(words.size(total), style="bold")
     if not capacity:
         return text

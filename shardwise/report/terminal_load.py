@@ -1,4 +1,4 @@
-"""A load, measured or played, on the terminal."""
+"""A load, measured or simulated, on the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.schedules.serving.figures import SHARES
 
 
 def print_load(console: Console, figures: dict[str, Any], more: list[tuple[str, str, str]] | None = None) -> None:
-    """The figures and the table of times; `more` figures stand before them."""
+    """Print the figures and the table of latencies, with the `more` figures first."""
     console.print(key_figures([*(more or []), *load_view.key_figures(figures)]))
     console.print()
     table = plain_table()

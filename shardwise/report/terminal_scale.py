@@ -13,7 +13,7 @@ _MOST_NAMES = 6
 
 
 def print_fit(console: Console, found: dict[str, Any]) -> None:
-    """What `scale.store.to_json` holds, for people."""
+    """Print the content of `scale.store.to_json`."""
     form = found["forms"][found["form"]]
     error = form["held_out_error"]
     figures = [
@@ -58,7 +58,7 @@ def _left_out(names: list[str]) -> str:
 
 
 def print_budget(console: Console, found: dict[str, Any]) -> None:
-    """What `shardwise budget` found, for people."""
+    """Print the result of `shardwise budget`."""
     model, interval = found["model"], ""
     if found["low"] is not None:
         interval = f", 90% between {found['low']:.3f} and {found['high']:.3f}"
@@ -102,7 +102,7 @@ def print_budget(console: Console, found: dict[str, Any]) -> None:
 
 
 def print_published(console: Console, law: str, rows: list[dict[str, Any]]) -> None:
-    """Known models beside what the law would have trained with the same compute."""
+    """Print known models beside the optimum of the law for the same compute."""
     table = plain_table()
     heads = ("", "parameters", "tokens", "the law's", "tokens", "compute needed")
     for head in heads:

@@ -135,7 +135,7 @@ def kernels(explained: Explained) -> RenderableType:
 
 
 def findings(explained: Explained) -> RenderableType:
-    """What to change, largest gain first."""
+    """Suggested changes, largest gain first."""
     if not explained["findings"]:
         return Group(terminal.title("What to change"), Text("the profile shows nothing worth changing", style="dim"))
     lines: list[RenderableType] = [terminal.title("What to change first")]

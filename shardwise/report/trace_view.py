@@ -22,12 +22,12 @@ _LAYER = re.compile(r"\b(layers|h|blocks?)\.(\d+)\b")
 
 
 def steps_of(explained: Explained) -> int:
-    """Number of steps in the profile; without steps the whole window counts as one."""
+    """Number of steps in the profile; without steps the full window counts as one."""
     return max(1, len(explained["steps"]))
 
 
 def slowest(explained: Explained) -> int:
-    """The slowest rank; of equals, the first."""
+    """The slowest rank; the first of several equally slow ones."""
     spans = {rank: row["span"] for rank, row in explained["ranks"].items()}
     return min(spans, key=lambda rank: (-spans[rank], rank), default=0)
 
@@ -71,7 +71,7 @@ def figures(explained: Explained) -> list[tuple[str, str, str]]:
 
 
 def _known_flops(explained: Explained) -> str:
-    """What the MFU counts, and for how much of the kernels it knows that."""
+    """The MFU's FLOP convention, and the fraction of kernel time whose FLOPs are known."""
     flops = explained["flops"]
     known = fmean(flops["known"].values()) if flops.get("known") else 1.0
     if known > 0.995:
@@ -130,7 +130,7 @@ def axis_rows(explained: Explained) -> list[AxisRow]:
 
 
 def most_exposed(rows: Sequence[AxisRow], most: int) -> list[AxisRow]:
-    """At most so many rows, those with most exposed time, in their order."""
+    """At most `most` rows, those with the most exposed time, in their original order."""
     chosen = {id(row) for row in sorted(rows, key=lambda row: (-row.exposed, -row.seconds))[:most]}
     return [row for row in rows if id(row) in chosen]
 
@@ -157,7 +157,7 @@ class ModuleRow:
 
     @property
     def seconds(self) -> float:
-        """All passes."""
+        """Seconds of all passes."""
         return sum(self.passes.values())
 
 
@@ -188,8 +188,8 @@ _NOISE = re.compile(
 
 
 def short_kernels(names: Sequence[str], most: int) -> list[str]:
-    """Names of kernels without namespaces and parameters, each of at most so many characters. Names that differ stay different:
-    what they have in common is left out, else they are numbered."""
+    """Names of kernels without namespaces and parameters, each of at most `most` characters. Different names stay different: their
+    common part is left out, else they are numbered."""
     plain = [_plain_kernel(name) for name in names]
     found = [words.shortened(name, most) for name in plain]
     alike: dict[str, dict[str, int]] = {}
@@ -209,13 +209,13 @@ def short_kernels(names: Sequence[str], most: int) -> list[str]:
 
 
 def _plain_kernel(name: str) -> str:
-    """Without namespaces and, outside of templates, without parameters."""
+    """The name without namespaces and, outside of templates, without parameters."""
     plain = _NOISE.sub("", name)
     return plain.split("(")[0] if "<" not in plain.split("(")[0] else plain
 
 
 def _told_apart(name: str, others: Sequence[str], most: int) -> str:
-    """A name's beginning, then what follows from a little before the first character in which it differs from another."""
+    """The beginning of a name, then the part from just before the first character that differs from another name."""
     differs = max((_common(name, other) for other in others if other != name), default=0)
     head = most // 3
     room = most - head - 1
@@ -225,7 +225,7 @@ def _told_apart(name: str, others: Sequence[str], most: int) -> str:
 
 
 def _common(one: str, other: str) -> int:
-    """Characters with which both begin."""
+    """Length of the common prefix."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -249,7 +249,7 @@ def bubble_share(step: Mapping[str, Any]) -> float:
 
 
 def remarks(explained: Explained) -> list[str]:
-    """Remarks on stragglers, clocks, and what the profiles do not contain."""
+    """Remarks on stragglers, clocks, and what the profiles lack."""
     found = [
         f"rank {each['rank']} is a straggler ({each['reason']}): {words.seconds(each['excess'] / 1e9)} a step, "
         f"{words.percent(each['share'])}; {each['evidence']}"

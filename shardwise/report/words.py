@@ -1,4 +1,4 @@
-"""Formats numbers with three significant digits and a unit, for terminal and page alike; a number that is not finite is a dash."""
+"""Formats numbers with three significant digits and a unit, for both terminal and page; a number that is not finite is a dash."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def size(amount: float) -> str:
-    """Bytes with a binary unit: 71.2 GiB, 640 KiB, 12 B. There is no part of a byte, also where a mean has one."""
+    """Bytes with a binary unit: 71.2 GiB, 640 KiB, 12 B. Below 1 KiB they are rounded to full bytes, which a mean may not be."""
     return _scaled(round(amount) if abs(amount) < 1024 else amount, 1024, _BINARY)
 
 
@@ -91,7 +91,7 @@ def change(share: float) -> str:
 
 
 def slower(share: float) -> str:
-    """How a time differs from another, as a share of that: 3.2% slower, 10.0% faster, 5.6 times as long."""
+    """The relative difference of two times as text: 3.2% slower, 10.0% faster, 5.6 times as long."""
     if not math.isfinite(share):
         return DASH
     if share >= 1:
@@ -111,7 +111,7 @@ def money(amount: float, currency: str = "$") -> str:
 
 
 def price(amount: float) -> str:
-    """What something costs; 0 is no known price."""
+    """A price; 0 means that none is known."""
     return money(amount) if amount else DASH
 
 
@@ -125,7 +125,7 @@ def quantity(account: str, name: str, value: float) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """A text of at most so many characters: its middle is left out, since names begin with what they are and end with how."""
+    """A text of at most `most` characters. The middle is left out, since a name begins with its kind and ends with its details."""
     if len(text) <= most:
         return text
     tail = max(0, most - 1) * 2 // 5
@@ -146,7 +146,7 @@ def _scaled(amount: float, base: int, units: tuple[str, ...]) -> str:
     if amount < 0:
         return "-" + _scaled(-amount, base, units)
     step = 0
-    # 999.5 of a unit already prints as 1,000 of it, which is 1.00 of the next.
+    # 999.5 of a unit already prints as 1,000, which is 1.00 of the next unit.
     while step < len(units) - 1 and amount >= (base if base == 1024 else 999.5):
         amount /= base
         step += 1

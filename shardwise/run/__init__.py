@@ -1,4 +1,5 @@
-"""What a job is: typed config, presets, reading, deriving, checking and writing. Imports nothing above it, and no torch."""
+"""The description of a job: typed config, presets, reading, deriving, checking and writing. Imports nothing above it, and no
+torch."""
 
 from shardwise.run.axes import AXES, RANK_AXES
 from shardwise.run.config import ClusterConfig, DataConfig, ModelConfig, Run, TrainConfig

@@ -1,7 +1,7 @@
-"""How gradients are compressed on their way between ranks: what both the trainer and its plan must know of each method. No torch.
+"""How gradients are compressed between ranks: what trainer and plan must both know of each method. No torch.
 
-Values of a quantised method travel in blocks, each with a scale in float32. A tensor is padded to whole blocks of its own, so what
-becomes of it does not depend on what travels beside it: ranks that hold copies of a parameter get the same bits.
+A quantised method sends values in blocks, each with a float32 scale. A tensor is padded to its own full blocks, so its values do
+not depend on the tensors sent with it: ranks that hold copies of a parameter get the same bits.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import math
 from collections.abc import Sequence
 
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "onebit": 1}
-"""Bits of a value, by quantised method."""
+"""Bits per value, by quantised method."""
 BLOCK = 256
 """Values that share a scale."""
 SCALE = 4
 """Bytes of a scale."""
 INDEX = 4
-"""Bytes of a place in a tensor, of top-k."""
+"""Bytes of an index into a tensor, for top-k."""
 KEEPS_ERROR = ("onebit", "powersgd", "topk")
-"""Methods with error feedback: what was not sent in a step is added to the next."""
+"""Methods with error feedback: the part of a gradient not sent in one step is added in the next."""
 
 
 def values_kept(method: str, momentum: float) -> int:
-    """Values kept from step to step for each gradient; PowerSGD's factors are few beside them."""
+    """Values kept between steps for each gradient value; PowerSGD's factors are few in comparison."""
     return 0 if method not in KEEPS_ERROR else 2 if method == "topk" and momentum else 1
 
 
@@ -32,12 +32,13 @@ def block_bytes(method: str) -> int:
 
 
 def blocks_of(numel: int) -> int:
-    """Blocks that a tensor is padded to."""
+    """The number of blocks of a tensor, padded."""
     return -(-numel // BLOCK)
 
 
 def share_of_blocks(numels: Sequence[int], ranks: int) -> int:
-    """Blocks of tensors of these sizes that each of so many ranks adds up: all get the same number, the last ones empty ones."""
+    """Blocks that each rank reduces, for tensors of these sizes: the same number on every rank, the last ones padded with empty
+    blocks."""
     return -(-sum(map(blocks_of, numels)) // ranks)
 
 
@@ -47,14 +48,14 @@ def kept(numel: int, density: float) -> int:
 
 
 def fragment_of(name: str, fragments: int) -> int:
-    """The fragment that a parameter belongs to: layers take turns, as Streaming DiLoCo's strided fragments, and what is outside of
-    them goes with the first."""
+    """The fragment of a parameter: layers take turns, like Streaming DiLoCo's strided fragments; parameters outside of the layers
+    belong to the first fragment."""
     layer = name.removeprefix("layers.").partition(".")[0]
     return int(layer) % fragments if name.startswith("layers.") else 0
 
 
 def is_due(step: int, fragment: int, fragments: int, every: int) -> bool:
-    """Whether a fragment is exchanged behind a step, counted from 1. All are once in so many steps, evenly apart."""
+    """Whether a fragment is exchanged after a step, counted from 1. Each is exchanged once in `every` steps, evenly spaced."""
     return (step - fragment * every // fragments) % every == 0
 
 
@@ -66,6 +67,6 @@ def as_matrices(shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def has_low_rank(shape: Sequence[int], rank: int) -> bool:
-    """Whether PowerSGD sends two factors of a tensor: where they are fewer values than itself."""
+    """Whether PowerSGD sends two factors of a tensor: only if they have fewer values than the tensor."""
     _, rows, columns = as_matrices(shape)
     return len(shape) > 1 and rank * (rows + columns) < rows * columns

@@ -1,14 +1,14 @@
-"""Where a rank stands in a layout: its index along every axis and grouping, and the ranks it forms a group with. No torch.
+"""The position of a rank in a layout: its index along every axis and grouping, and the ranks of its groups. No torch.
 
-Ranks lie as pipeline x replicate x shard x context x tensor, the fastest-talking axis innermost, so a group is a size and a
-stride. Besides the axes there are groupings of them:
-- `zero` is shard x context: the ranks that parameters, gradients and optimizer state are sharded over. A context rank sees other
+Ranks are ordered as pipeline x replicate x shard x context x tensor, the axis with the most communication innermost, so a group is
+a size and a stride. Besides the axes there are groupings of them:
+- `zero` is shard x context: the ranks over which parameters, gradients and optimizer state are sharded. A context rank sees other
   tokens, so for parameters it is one more data rank.
-- `secondary` are neighbours among these, which ZeRO-3 gathers from in the backward pass; `between_secondary` has one of each.
+- `secondary` are neighbours among these, from which ZeRO-3 gathers in the backward pass; `between_secondary` has one rank of each.
   `expert_secondary` are those of them with the same experts.
 - `expert` and `expert_shard` regroup the same ranks as expert_shard x expert, the experts innermost.
-- `sequence` is context x tensor, the ranks that hold parts of one sequence; `world` is all of them, `replica` those of one replica
-  (which are no stride apart where there is a pipeline: `replica_members`).
+- `sequence` is context x tensor, the ranks that hold slices of one sequence; `world` is all ranks, `replica` those of one replica
+  (with a pipeline they have no constant stride: `replica_members`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROUPS = ("pipeline", "replicate", "shard", "context", "tensor", "zero", "expert
 
 
 def group_span(layout: LayoutConfig, group: str) -> tuple[Any, Any]:
-    """Ranks in a group, and the distance between neighbours. Sizes of the layout may be arrays, one entry a layout."""
+    """A group's size and the stride between its ranks. Sizes of the layout may be arrays, one entry per layout."""
     lay = layout
     match group:
         case "tensor":

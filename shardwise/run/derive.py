@@ -1,4 +1,4 @@
-"""Fills the keys that a user may leave to be derived, so that everything downstream reads plain numbers."""
+"""Fills in the keys that a user may leave to be derived, so that everything downstream reads plain numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.run.sections.objective import facts_of
 
 
 def derive_model(model: ModelConfig, seq_len: int) -> ModelConfig:
-    """The model with no derived key left open."""
+    """The model with every derived key filled in."""
     if model.attention == "latent":
         head_dim = model.nope_dim + model.rope_dim
     else:
@@ -33,41 +33,41 @@ def derive_model(model: ModelConfig, seq_len: int) -> ModelConfig:
 
 
 REPEATS_PARTS = ("attention", "operations", "optimal")
-"""Ways to recompute a part of a layer; a compiled layer is recomputed as a whole."""
+"""Modes that recompute parts of a layer; a compiled layer can only be recomputed in full."""
 
 CHUNK_BYTES = 2**31
 """Bytes of logits that a chunked loss holds at a time. Of the sizes tried on an H200, GEMMs lose least at this one: smaller
-ones add to the matrix's gradient more often, larger ones outgrow the cache."""
+chunks add to the head's weight gradient more often, larger ones do not fit the cache."""
 
 
 def chunk_rows(tokens: int, row_bytes: int, most: int = CHUNK_BYTES) -> int:
-    """Tokens whose logits a chunked loss holds at a time: all chunks alike, so that their GEMMs have one shape."""
+    """Tokens whose logits a chunked loss holds at a time: all chunks have the same size, so that their GEMMs have one shape."""
     chunks = -(-tokens // max(1, most // row_bytes))
     return -(-tokens // max(1, chunks))
 
 
 def chunk_bytes(run: Run) -> int:
-    """Bytes of logits that a chunked loss of a run holds at a time: less where weights are in 4 bits, which is to save memory."""
+    """Bytes of logits that a run's chunked loss holds at a time: fewer with 4-bit weights, which are used to save memory."""
     return CHUNK_BYTES // 8 if run.adapter.kind == "qlora" else CHUNK_BYTES
 
 
 def forward_passes(run: Run) -> tuple[int, int]:
-    """Passes of a step besides its own, of which nothing is learned: of a frozen network, and of the trained one. Without its
-    adapters a network is its own reference."""
+    """Extra forward passes of a step that are not trained on: of a frozen network, and of the trained one. With adapters a network
+    is its own reference: the same network with its adapters off."""
     facts = facts_of(run.objective)
     own = run.adapter.used and not run.objective.reference and not facts.teacher
     return (0, facts.reference + facts.forward_only) if own else (facts.reference, facts.forward_only)
 
 
 def planned_on_gpu(run: Run) -> bool:
-    """Whether a run is meant for GPUs, as far as it says: by its device, or by its cluster's chip."""
+    """Whether a run is meant for GPUs, judged by its device or its cluster's chip."""
     device, chip = run.train.device, run.cluster.chip
     return chip not in ("", "cpu") if device == "auto" else device == "cuda"
 
 
 def chunks_loss(run: Run, *, gpu: bool) -> bool:
-    """Whether the loss is made of some tokens at a time, its gradients in the forward pass."""
-    if run.train.invariant:  # its loss head is the one that gives logprobs
+    """Whether the loss is computed in chunks of tokens, with its gradients computed in the forward pass."""
+    if run.train.invariant:  # it uses the loss head that computes logprobs
         return False
     if run.train.loss != "auto":
         return run.train.loss == "chunked"
@@ -76,20 +76,20 @@ def chunks_loss(run: Run, *, gpu: bool) -> bool:
 
 
 def splits_backward(run: Run) -> bool:
-    """Whether weight gradients are deferred to actions of their own, which a compiled layer can't do. The size of the pipeline may
-    be an array, one entry a layout."""
+    """Whether weight gradients are deferred to their own actions, which a compiled layer can't do. The size of the pipeline may
+    be an array, one entry per layout."""
     return (run.layout.pipeline > 1) & (run.layout.schedule in SPLIT_BACKWARD)
 
 
 def compiles(run: Run, *, gpu: bool) -> bool:
     """Whether layers are compiled."""
-    if run.train.invariant:  # a compiler may order sums as it likes
+    if run.train.invariant:  # a compiler may change the order of sums
         return False
     if run.train.compile != "auto":
         return run.train.compile
-    if run.memory.activation_bits or run.memory.swaps:  # what a compiled layer saves is its compiler's
+    if run.memory.activation_bits or run.memory.swaps:  # the compiler decides what a compiled layer saves
         return False
-    if run.adapter.kind == "qlora":  # its matrices are made for each GEMM, which leaves little to fuse
+    if run.adapter.kind == "qlora":  # its matrices are dequantized for each GEMM, which leaves little to fuse
         return False
     low = run.train.dtype in ("bfloat16", "float16")
     return gpu and low and run.layout.recompute not in REPEATS_PARTS and not splits_backward(run)
@@ -106,25 +106,25 @@ def uses_varlen_attention(run: Run, *, gpu: bool) -> bool:
 
 
 def keeps_compute_copies(run: Run, *, gpu: bool) -> bool:
-    """Whether 16-bit copies of the layers' matrices are kept from step to step: on one GPU, where they would all stand until the
-    backward pass in any case, and no gradient is added to another or looked at by itself."""
+    """Whether 16-bit copies of the layers' matrices are kept between steps. This is for one GPU, where all of them would be alive
+    until the backward pass anyway, and where no gradient is accumulated or inspected by itself."""
     train, layout = run.train, run.layout
-    if run.memory.hosts_optimizer:  # what is copied is in another memory
+    if run.memory.hosts_optimizer:  # the parameters themselves are in host memory
         return True
     alone = layout.world == 1 and not layout.offload and layout.recompute == "none"
     plain = train.dtype == "bfloat16" and train.fp8 == "none" and train.optimizer == "adamw" and not train.recheck_every
-    once = train.microbatch > 0 and run.accumulation == 1  # a search has not settled it yet
-    return gpu and alone and plain and once and not run.adapter.used  # which leaves little to cast
+    once = train.microbatch > 0 and run.accumulation == 1  # 0: a search has not chosen it yet
+    return gpu and alone and plain and once and not run.adapter.used  # adapters leave little to cast
 
 
 def tunes_gemms(run: Run, *, gpu: bool) -> bool:
-    """Whether large GEMMs use the algorithm that was fastest when it was tried."""
+    """Whether large GEMMs use the algorithm that was fastest in a trial."""
     low = run.train.dtype in ("bfloat16", "float16")
     return gpu and low and run.train.tune_products is not False and not run.train.invariant
 
 
 def must_launch(run: Run, *, gpu: bool) -> str:
-    """Why the passes of a step can't be recorded and replayed; empty where they can."""
+    """Why the passes of a step can't be captured in a CUDA graph; empty if they can."""
     model, train, layout = run.model, run.train, run.layout
     if not gpu:
         return "only a GPU's kernels are recorded"
@@ -144,46 +144,46 @@ def must_launch(run: Run, *, gpu: bool) -> str:
 
 
 def replays(run: Run, *, gpu: bool) -> bool:
-    """Whether the passes of a step may be recorded and replayed."""
+    """Whether the passes of a step may be captured in a CUDA graph and replayed."""
     return bool(run.train.cuda_graph) and not must_launch(run, gpu=gpu)
 
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Muon's quintic, which pushes singular values towards 1 fastest (Jordan et al. 2024)."""
+"""Coefficients of Muon's quintic, which pushes singular values towards 1 fastest (Jordan et al. 2024)."""
 NEWTON_SCHULZ_ITERATIONS = 5
-"""How often Muon applies it."""
+"""Iterations of the quintic in Muon."""
 
 FP8_ALIGNMENT = 16
-"""What the sides of an fp8 GEMM must be multiples of."""
+"""The sides of an fp8 GEMM must be multiples of this."""
 
 
 def uses_fp8_gemm(run: Run, rows: int, columns: int) -> bool:
-    """Whether a matrix of a layer, as a rank holds it, is multiplied in fp8."""
+    """Whether a layer's matrix, in the shape that a rank holds, is multiplied in fp8."""
     tokens = run.train.microbatch * run.train.seq_len // run.layout.context
     return run.train.fp8 != "none" and all(side and side % FP8_ALIGNMENT == 0 for side in (tokens, rows, columns))
 
 
 def uses_fp8_all_gather(run: Run, rows: int, columns: int, ranks: int) -> bool:
-    """Whether the shards of such a matrix over so many ranks are gathered in fp8."""
+    """Whether the shards of such a matrix over `ranks` ranks are gathered in fp8."""
     even = run.train.fp8 == "tensorwise" or rows % ranks == 0
     return uses_fp8_gemm(run, rows, columns) and even and not run.layout.offload
 
 
 def shard_dim(experts: Sequence[int], ranks: int) -> int:
-    """The dimension along which matrices [experts, rows, columns] are sharded over so many ranks: the first that they divide.
+    """The dimension along which matrices [experts, rows, columns] are sharded over `ranks`: the first that `ranks` divides.
 
-    Dealt out expert by expert, fewer experts than ranks would leave most ranks with nothing but padding. `fully_shard` pads the
-    first dimension alone, so that is the one where none divides.
+    Sharded by expert, fewer experts than ranks would leave most ranks with only padding. `fully_shard` pads only the first
+    dimension, so that one is used if no dimension is divisible.
     """
     return next((dim for dim, length in enumerate(experts) if length % ranks == 0), 0)
 
 
 def derive(run: Run) -> Run:
     """The run with every derived key filled in."""
-    if run.objective.kind == "reward":  # a head of its own
+    if run.objective.kind == "reward":  # a reward model has its own head
         run = replace(run, model=replace(run.model, scores=True, tied_embeddings=False))
     train, cluster = run.train, run.cluster
-    if run.layout.auto:  # batch and devices are the search's to divide
+    if run.layout.auto:  # the search divides batch and devices
         return replace(run, model=derive_model(run.model, train.seq_len))
     if not train.microbatch:
         train = replace(train, microbatch=max(1, train.global_batch // run.layout.data_ranks))
@@ -193,11 +193,11 @@ def derive(run: Run) -> Run:
 
 
 def expert_capacity(model: ModelConfig, length: int) -> int:
-    """Choices that each expert accepts of a sequence of that length."""
+    """Choices that each expert accepts from a sequence of that length."""
     return ceil(model.expert_capacity * length * model.experts_per_token / model.experts)
 
 
 def accepted_choices(model: ModelConfig, length: int) -> int:
-    """Choices that the experts accept of such a sequence when routers choose all experts alike."""
+    """Choices that the experts accept from such a sequence when the router's load is even."""
     choices = length * model.experts_per_token
     return min(choices, model.experts * expert_capacity(model, length)) if model.expert_capacity else choices

@@ -1,5 +1,5 @@
-"""The small model that guesses what a served one says next (`serve.draft`): its sizes, as far as a plan or a rule needs
-them, and what it has to fit."""
+"""The draft model of speculative decoding (`serve.draft`): its sizes, as far as a plan or a rule needs them, and what it must match
+in the served model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shardwise.run.rules.rule import Rule
 
 
 def drafts(run: Run) -> int:
-    """Tokens that a step verifies of a sequence beside its last; 0 where nothing is guessed."""
+    """Draft tokens that a step verifies for each sequence, besides its last token; 0 without speculation."""
     return run.serve.draft_tokens if run.serve.speculate != "none" else 0
 
 
 def draft_model(run: Run) -> ModelConfig | None:
-    """The draft model's sizes; None where the run has none. Raises `UserError` where they cannot be known."""
+    """The draft model's sizes; None if the run has none. Raises `UserError` if they cannot be known."""
     name = run.serve.draft
     if run.serve.speculate != "draft" or not name:
         return None
@@ -27,7 +27,7 @@ def draft_model(run: Run) -> ModelConfig | None:
 
 # fmt: off
 def speculation_rules(run: Run) -> Iterator[Rule]:
-    """What guessing tokens asks of the run, and of the model that guesses."""
+    """Requirements of speculative decoding on the run and on the draft model."""
     m, serve = run.model, run.serve
     yield Rule(serve.ngram_min > serve.ngram_max, "serve.ngram_min", ("serve.ngram_max",),
                lambda: f"{serve.ngram_min} is more than serve.ngram_max = {serve.ngram_max}")

@@ -1,7 +1,7 @@
 """Lengths in tokens, of prompts or of answers: a number, "U(100,1024)", or a file with a number on each line.
 
-Whoever plans a load and whoever makes one draw the same lengths: they follow from the seed alone. A file's are taken in its
-order, from the top again when they are used up, so that two files stay side by side.
+The planner of a load and its clients draw the same lengths: they depend on the seed alone. Lengths of a file are taken in its
+order, starting again at the top when they are used up, so that two files stay side by side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LONGEST = 10**9
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths between two numbers, each as likely as any other, both ends included; or those of a file."""
+    """Lengths drawn uniformly between two numbers, both included; or those of a file."""
 
     low: int
     high: int
@@ -31,7 +31,7 @@ class Lengths:
         return sum(self.listed) / len(self.listed) if self.listed else (self.low + self.high) / 2
 
     def draw(self, count: int, seed: int) -> list[int]:
-        """The lengths of so many requests."""
+        """The lengths of `count` requests."""
         if self.listed:
             return [self.listed[number % len(self.listed)] for number in range(count)]
         if self.low == self.high:

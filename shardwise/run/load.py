@@ -1,7 +1,7 @@
-"""The requests of a load, drawn from a seed: when each comes, how long it is, and the tokens of its prompt.
+"""The requests of a load, drawn from a seed: when each arrives, its lengths, and the tokens of its prompt.
 
-Whoever plans a load, whoever gives it to an engine and whoever sends it to a server draw it here, so that all three speak of the
-same requests.
+The planner of a load, the in-process engine benchmark and the HTTP client all draw it here, so that all three use the same
+requests.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class LoadRequest:
 
 
 def draw_load(count: int, rate: float, input: Lengths, output: Lengths, seed: int = 0) -> list[LoadRequest]:
-    """So many requests at random moments, `rate` a second (Poisson); without a rate all are due at once, as those of clients that
-    wait for their answers are sent when there is room. The first ones are the same however many are drawn."""
+    """`count` requests at random times, `rate` a second (Poisson). Without a rate all are due at once, since clients that wait for
+    their answers send the next request when there is room. The first requests are the same whatever the count."""
     moments, now, due = random.Random(f"{seed} moments"), 0.0, []
     for _ in range(count):
         due.append(now)

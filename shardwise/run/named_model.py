@@ -1,4 +1,4 @@
-"""The sizes of a model beside the run's own, which a key names: a checkpoint, a run folder, or a preset. No torch."""
+"""The sizes of a second model that a key names: a checkpoint, a run folder, or a preset. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUN_FILE = "run.toml"
 
 
 def named_model(name: str, key: str, seq_len: int) -> ModelConfig:
-    """The model that `key` names. Raises `UserError` where its sizes cannot be known."""
+    """The model that `key` names. Raises `UserError` if its sizes cannot be known."""
     if name in PRESETS:
         return derive_model(ModelConfig(**PRESETS[name]), seq_len)
     file = _run_file(Path(name))
@@ -34,6 +34,6 @@ def named_model(name: str, key: str, seq_len: int) -> ModelConfig:
 
 
 def _run_file(path: Path) -> Path | None:
-    """The description of a checkpoint, or of the newest one of a run folder."""
+    """The `run.toml` of a checkpoint, or of the newest checkpoint of a run folder."""
     found = sorted((path / "checkpoints").glob(f"step-*/{RUN_FILE}"))
     return next((file for file in (path / RUN_FILE, *reversed(found)) if file.is_file()), None)

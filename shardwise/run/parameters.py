@@ -1,7 +1,7 @@
 """The table of a model's parameters: name, shape, owner, how a layout cuts them, and how they are initialised. No torch.
 
-`model/` draws initial values by it, `parallel/` cuts tensors by it, `plan/` counts parameters, FLOPs, bytes and traffic with it. It
-lists the parameters in the order of `Transformer.named_parameters()`; a test holds it to that module.
+`model/` initialises parameters from it, `parallel/` shards tensors by it, `plan/` counts parameters, FLOPs, bytes and traffic with
+it. It lists the parameters in the order of `Transformer.named_parameters()`; a test checks this.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ Init = Literal["normal", "residual", "ones", "zeros", "adapter", "magnitude"]
 
 
 class Cut(NamedTuple):
-    """A parameter is cut over the ranks of `axis` along dimension `dim`, in equal shards rounded up to whole rows."""
+    """A parameter is cut over the ranks of `axis` along dimension `dim`, in equal shards rounded up to full rows."""
 
     axis: str
     dim: int
 
 
 def shard_bounds(length: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The rows, start and stop, that a rank holds of `length`: equal shards, rounded up, so that the last ranks may hold less."""
+    """The rows of `length`, start and stop, that a rank holds: equal shards, rounded up, so that the last ranks may hold fewer."""
     rows = -(-length // ranks)
     return min(rank * rows, length), min((rank + 1) * rows, length)
 
 
 def shard_length(length: int, ranks: int, rank: int) -> int:
-    """How many rows of `length` a rank holds."""
+    """The number of rows of `length` that a rank holds."""
     start, stop = shard_bounds(length, ranks, rank)
     return stop - start
 
@@ -44,58 +44,60 @@ HEAD = "head.weight"
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of the whole model."""
+    """One parameter of the full model."""
 
     name: str
-    """As in the state dict; of a layer, without "layers.N."."""
+    """As in the state dict; in a layer, without "layers.N."."""
     shape: tuple[int, ...]
     owner: Owner
     init: Init = "normal"
-    """`residual` writes to the residual stream: its standard deviation is divided by sqrt(2 layers). `adapter`: that of a uniform
-    distribution within 1 / sqrt(columns), as PyTorch draws a `Linear`. `magnitude`: the length of each row of its matrix."""
+    """`residual` writes to the residual stream: its standard deviation is divided by sqrt(2 layers). `adapter`: the standard
+    deviation of a uniform distribution within 1 / sqrt(columns), as PyTorch initialises a `Linear`. `magnitude`: the norm of each
+    row of its matrix."""
     multiplied: bool = False
-    """The weight of a GEMM. A tied embedding is one too: it is the head."""
+    """Whether it is the weight of a GEMM. A tied embedding is one too: it is also the head."""
     tensor_dim: int | None = None
-    """The dimension that the tensor axis cuts; None: every tensor rank holds all of it."""
+    """The dimension that the tensor axis cuts; None: every tensor rank holds the full parameter."""
     kv_heads: int = 0
-    """Key/value heads in its rows, 0 for other parameters. With fewer heads than tensor ranks it is not cut: every rank holds
-    all of it and uses the rows of one head."""
+    """Key/value heads in its rows, 0 for other parameters. With fewer heads than tensor ranks it is not cut: every rank holds the
+    full parameter and uses the rows of one head."""
     frozen: bool = False
-    """It takes no gradient and has no optimizer state; it is held in the dtype of the arithmetic."""
+    """It gets no gradient and has no optimizer state; it is held in the compute dtype."""
     adapted: bool = False
-    """A matrix that has an adapter."""
+    """Whether it is a matrix that has an adapter."""
     dtype: Literal["", "uint8", "int32"] = ""
-    """Of what a matrix in 4 bits is kept in; float32 numbers as the integers of their bits, which no one casts."""
+    """The storage dtype of a 4-bit matrix and its scales. float32 scales are stored as int32 with the same bits, so that no cast
+    changes them."""
     packed: int = 1
-    """Weights that one of its elements holds."""
+    """Weights stored in one of its elements."""
 
     @property
     def numel(self) -> int:
-        """Its number of elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def routed(self) -> bool:
-        """Whether it stacks the routed experts, which the expert axis deals out along the first dimension."""
+        """Whether it stacks the routed experts, which the expert axis distributes along the first dimension."""
         return self.owner == "experts"
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is the matrix of a `Linear` in a layer: those may multiply in fp8 and have compute copies."""
+        """Whether it is the matrix of a `Linear` in a layer; only these may multiply in fp8 and have compute copies."""
         return self.multiplied and self.owner in ("attention", "ffn", "shared_experts")
 
     @property
     def is_layer_matrix(self) -> bool:
-        """Whether it is a matrix, or a stack of them, inside of a layer: those Muon updates."""
+        """Whether it is a matrix, or a stack of them, inside of a layer; these are the ones Muon updates."""
         return len(self.shape) > 1 and self.owner not in ("embedding", "head")
 
     def replicated_kv(self, tensor: int) -> bool:
-        """Whether so many tensor ranks are more than its key/value heads."""
+        """Whether there are more tensor ranks than key/value heads."""
         return 0 < self.kv_heads < tensor
 
     def cuts(self, layout: LayoutConfig) -> tuple[Cut, ...]:
-        """How a layout cuts it. Where the tensor axis does not, each tensor rank sees some of the tokens or heads only, so its
-        gradient is a partial sum that is added over those ranks at the end of a step."""
+        """How a layout cuts it. If the tensor axis does not cut it, each tensor rank sees only some of the tokens or heads, so its
+        gradient is a partial sum that is all-reduced over those ranks at the end of a step."""
         found = (Cut("expert", 0),) if self.routed and layout.expert > 1 else ()
         whole = self.tensor_dim is None or layout.tensor == 1 or self.replicated_kv(layout.tensor)
         if whole or (self.routed and not layout.expert_tensor):
@@ -126,7 +128,7 @@ def _layer(model: ModelConfig, moe: bool) -> tuple[Parameter, ...]:
 
 
 def first_parameters(model: ModelConfig, adapter: AdapterConfig = NO_ADAPTER) -> tuple[Parameter, ...]:
-    """Those before the layers."""
+    """The parameters before the layers."""
     return _table(model, "first", adapter)
 
 
@@ -143,7 +145,7 @@ def _first(model: ModelConfig) -> tuple[Parameter, ...]:
 
 
 def last_parameters(model: ModelConfig, adapter: AdapterConfig = NO_ADAPTER) -> tuple[Parameter, ...]:
-    """Those after the layers. A tied head is the embedding."""
+    """The parameters after the layers. A tied head is the embedding."""
     return _table(model, "last", adapter)
 
 
@@ -154,7 +156,7 @@ def _last(model: ModelConfig) -> tuple[Parameter, ...]:
 
 
 def find_parameter(model: ModelConfig, name: str, adapter: AdapterConfig = NO_ADAPTER) -> Parameter:
-    """The entry of the parameter with this full name."""
+    """The table entry of the parameter with this full name."""
     if name.startswith("layers."):
         _, layer, name = name.split(".", 2)
         return _index(model, "moe" if model.is_moe(int(layer)) else "dense", adapter)[name]
@@ -171,9 +173,9 @@ def _index(model: ModelConfig, where: str, adapter: AdapterConfig) -> dict[str, 
 def _with_adapters(
     entries: Iterable[Parameter], adapter: AdapterConfig, learned: tuple[str, ...] = ()
 ) -> Iterator[Parameter]:
-    """Parameters frozen, but for those `learned` whole, and with the two factors of each adapter behind its matrix and bias: A from
-    the matrix's columns to the rank, B from there to its rows. What cuts the columns cuts A, what cuts the rows cuts B; the other
-    factor is whole."""
+    """The parameters, frozen except those in `learned`, with the two factors of each adapter after its matrix and bias: A from the
+    matrix's columns to the rank, B from the rank to its rows. A cut of the columns cuts A, a cut of the rows cuts B; the other
+    factor stays unsharded."""
     scales: list[Parameter] = []
     factors: list[Parameter] = []
     entries = list(entries)
@@ -200,13 +202,13 @@ def _with_adapters(
 
 
 def scales_of(matrix: str) -> tuple[str, str]:
-    """The names of the scales of a matrix in 4 bits, by its own: those of its blocks, and those of these."""
+    """The names of a 4-bit matrix's scales, from its own name: the scales of its blocks, and the scales of those scales."""
     name = f"{matrix.removesuffix('.weight')}." if matrix.endswith(".weight") else f"{matrix}_"
     return f"{name}absmax", f"{name}absmax_scales"
 
 
 def factors_of(matrix: str) -> tuple[str, str]:
-    """The names of the factors A and B of an adapter, by its matrix's."""
+    """The names of an adapter's factors A and B, from its matrix's name."""
     if matrix.endswith(".weight"):
         name = matrix.removesuffix(".weight")
         return f"{name}.lora.A.weight", f"{name}.lora.B.weight"
@@ -215,7 +217,7 @@ def factors_of(matrix: str) -> tuple[str, str]:
 
 
 def magnitude_of(matrix: str) -> str:
-    """The name of DoRA's magnitude of a matrix, by its own."""
+    """The name of the DoRA magnitude of a matrix, from the matrix's name."""
     if matrix.endswith(".weight"):
         return f"{matrix.removesuffix('.weight')}.lora.magnitude"
     stack, _, part = matrix.rpartition(".")
@@ -230,8 +232,8 @@ def matrix_of(magnitude: str) -> str:
 
 
 def _scales(entry: Parameter, double: bool) -> Iterator[Parameter]:
-    """Scales of a 4-bit matrix (`model/quantized/nf4.py`): of its blocks; where these are in 8 bits, of their blocks and a mean.
-    Each expert of a stack is a matrix of its own."""
+    """Scales of a 4-bit matrix (`model/quantized/nf4.py`): one per block. If these are quantized to 8 bits, also the scales of
+    their blocks and a mean. Each expert of a stack is its own matrix."""
     *stack, rows, columns = entry.shape
     blocks = (rows, columns // NF4_BLOCK)
     first, second = scales_of(entry.name)
@@ -243,7 +245,7 @@ def _scales(entry: Parameter, double: bool) -> Iterator[Parameter]:
 
 
 def _factors(entry: Parameter, adapter: AdapterConfig) -> Iterator[Parameter]:
-    """A and B of a matrix, or of a stack of them, and before them the magnitude of DoRA."""
+    """A and B of a matrix, or of a stack of them, preceded by DoRA's magnitude."""
     *stack, rows, columns = entry.shape
     rank = adapter.rank
     first = len(stack)
@@ -266,7 +268,7 @@ def _norm(model: ModelConfig, name: str) -> Iterator[Parameter]:
 def _linear(
     name: str, rows: int, columns: int, owner: Owner, *, bias: bool = False, init: Init = "normal", cut: str = "", kv_heads: int = 0
 ) -> Iterator[Parameter]:  # fmt: skip
-    """The matrix of a `Linear` from `columns` to `rows` features, cut by "rows" or "columns" of that matrix, and its bias."""
+    """The matrix of a `Linear` from `columns` to `rows` features, cut along its "rows" or "columns", and its bias."""
     dim = {"rows": 0, "columns": 1}.get(cut)
     yield Parameter(f"{name}.weight", (rows, columns), owner, init, True, dim, kv_heads)
     if bias:
@@ -285,7 +287,7 @@ def _grouped_attention(m: ModelConfig) -> Iterator[Parameter]:
 
 
 def _latent_attention(m: ModelConfig) -> Iterator[Parameter]:
-    """Compressions to the latent vectors are small, and every tensor rank holds all of them."""
+    """Down-projections to the latent vectors are small, and every tensor rank holds them in full."""
     if m.q_rank:
         yield from _linear("attention.q_down", m.q_rank, m.hidden, "attention")
         yield Parameter("attention.q_norm.weight", (m.q_rank,), "attention", "ones")

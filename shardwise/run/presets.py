@@ -181,14 +181,14 @@ PRESETS: dict[str, Keys] = {
 }
 
 
-# Sequence and batch (in sequences) that models were pretrained with, by how their names begin. Published: GPT-2 (Radford et al.
-# 2019, section 2.3), GPT-3 (Brown et al. 2020, table 2.1: 3.2M tokens, here the 1536 sequences of MLPerf's and Megatron's runs),
-# MT-NLG (Smith et al. 2022: 1920 sequences), OPT-175B (Zhang et al. 2022: 2M tokens), BLOOM (Le Scao et al. 2022, table 3: 2048
-# sequences; its small models 256 to 512), GPT-NeoX (Black et al. 2022: 3.15M tokens),
-# PaLM 540B (Chowdhery et al. 2022: 512 sequences, then 1024, then 2048; here those of its middle), Llama 1 and 2 (Touvron et al.
-# 2023: 4M tokens), Llama 3 405B (Grattafiori et al. 2024, section 3.4.1: 4M tokens, then 8M, then 16M), DeepSeek-V3 (2024, section
-# 4.2), the lengths of Qwen2.5, Qwen3 (before they are stretched) and Mixtral. Assumed: 4M tokens where no batch is published, and
-# for Llama 3 70B the 8M of the second phase.
+# Sequence length and batch (in sequences) of pretraining, by the start of a preset's name. Published: GPT-2 (Radford
+# et al. 2019, section 2.3), GPT-3 (Brown et al. 2020, table 2.1: 3.2M tokens, here the 1536 sequences of MLPerf's and
+# Megatron's runs), MT-NLG (Smith et al. 2022: 1920 sequences), OPT-175B (Zhang et al. 2022: 2M tokens), BLOOM (Le
+# Scao et al. 2022, table 3: 2048 sequences; its small models 256 to 512), GPT-NeoX (Black et al. 2022: 3.15M tokens),
+# PaLM 540B (Chowdhery et al. 2022: 512 sequences, then 1024, then 2048; here the middle one), Llama 1 and 2 (Touvron
+# et al. 2023: 4M tokens), Llama 3 405B (Grattafiori et al. 2024, section 3.4.1: 4M tokens, then 8M, then 16M),
+# DeepSeek-V3 (2024, section 4.2), the lengths of Qwen2.5, Qwen3 (before they are extended) and Mixtral. Assumed: 4M
+# tokens if no batch is published, and for Llama 3 70B the 8M of the second phase.
 _PRETRAINING = {
     "gpt2-": (1024, 512),
     "gpt3-": (2048, 1536),
@@ -213,8 +213,8 @@ _PRETRAINING = {
 
 
 def pretraining(preset: str) -> Keys:
-    """The keys of `[train]` that a preset's model was pretrained with. All are planned in bfloat16: papers before 2021 used float16
-    or do not say, and DeepSeek-V3's fp8 is a key of its own."""
+    """The keys of `[train]` with which a preset's model was pretrained. All are planned in bfloat16: papers before 2021 used
+    float16 or do not say, and DeepSeek-V3's fp8 is a separate key."""
     begins = max((name for name in _PRETRAINING if preset.startswith(name)), key=len)
     seq_len, global_batch = _PRETRAINING[begins]
     return dict(dtype="bfloat16", seq_len=seq_len, global_batch=global_batch)

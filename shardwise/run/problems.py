@@ -1,6 +1,6 @@
-"""A user's mistake is a `Problem`: where it stands, which key, and a sentence that says what would be right.
+"""A user's mistake is a `Problem`: where it is, which key, and a sentence that says what would be right.
 
-Everything that checks input collects problems and raises them together as one `UserError`, so that a person mends a run
+Everything that checks input collects problems and raises them together as one `UserError`, so that a user fixes a run
 once and not five times. The command line prints them and exits with code 2; it never shows a traceback for them.
 """
 
@@ -24,7 +24,7 @@ class Problem:
 
 
 class UserError(Exception):
-    """Raised with every problem found. `str()` is what the user reads."""
+    """Raised with every problem found. `str()` is the text shown to the user."""
 
     def __init__(self, *problems: Problem | str) -> None:
         self.problems = [p if isinstance(p, Problem) else Problem(p) for p in problems]
@@ -32,13 +32,13 @@ class UserError(Exception):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The sentence ending that helps with a misspelt name: '; did you mean "tensor"?' or ''."""
+    """A sentence ending for a misspelt name: '; did you mean "tensor"?' or ''."""
     close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, one or several: "1 rank", "16,384 ranks"."""
+    """A number with its noun in singular or plural: "1 rank", "16,384 ranks"."""
     if number != 1:
         noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith(("ch", "s")) else f"{noun}s"
     return f"{number:,} {noun}"
@@ -55,4 +55,4 @@ EXTRA_OF = {
     "uvloop": "serve", "llguidance": "serve", "jinja2": "chat",
     "tensorboard": "tensorboard", "wandb": "wandb",
 }  # fmt: skip
-"""The extra that brings a package."""
+"""The extra that installs a package."""

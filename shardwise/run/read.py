@@ -1,4 +1,4 @@
-"""From a TOML file and `--section.key=value` to a resolved, checked `Run`, or to the list of everything wrong with it."""
+"""Reads a TOML file and `--section.key=value` overrides into a resolved, checked `Run`, or into the list of all its problems."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from shardwise.run.vocabulary import all_text, vocabulary_of
 COMMAND_LINE = "command line"
 FREE = "layout=auto"
 PRECISION_AND_BATCH = ("train.dtype", "train.seq_len", "train.global_batch")
-"""Keys that a plan takes from the preset where the run sets none of them."""
+"""Keys that a plan takes from the preset if the run does not set them."""
 
 
 class _Given(dict[str, tuple[Any, str]]):
-    """Values by full key, each with where it was said; later sources overwrite earlier ones."""
+    """Values by full key, each with its source; later sources overwrite earlier ones."""
 
 
 Rule = Callable[[Run], Iterable[Broken]]
 Override = str | Mapping[str, Any]
-"""What is laid over a file: `section.key=value` of a command line, or nested sections as a program has them."""
+"""An override of a file: `section.key=value` from the command line, or nested sections from a program."""
 
 
 def read_run(path: str | Path | None = None, overrides: Iterable[Override] = (), rules: Iterable[Rule] = ()) -> Run:
-    """The run of a TOML file (or of the defaults alone), with `section.key=value` overrides laid over it. `layout=auto`
-    there leaves nothing of the file's layout. `rules` are the caller's own, reported with all the others."""
+    """The run of a TOML file (or of the defaults alone), with `section.key=value` overrides applied. The override `layout=auto`
+    discards the file's layout. `rules` are the caller's own, reported with all the others."""
     problems: list[Problem] = []
     return _resolve(_all_given(path, overrides, problems), problems, rules)
 
 
 SERVED_ELSEWHERE = ("layout.", "cluster.nodes", "cluster.devices_per_node", "cluster.rendezvous")
-"""Keys of a trained run that say nothing of where it is served."""
+"""Keys of a training run that say nothing about where it is served."""
 
 
 def read_served(path: str | Path | None, overrides: Iterable[Override] = ()) -> Run:
-    """The run of a checkpoint that is served. It stands on one device unless the overrides say otherwise, whatever it was trained
-    on; of the layout, axes and `stages` count, since a forward pass has nothing else to lay out."""
+    """The run of a checkpoint to be served. It uses one device unless the overrides say otherwise, whatever it was trained on. Of
+    the layout only the axes and `stages` count, since a forward pass has nothing else to lay out."""
     problems: list[Problem] = []
     given = _all_given(path, overrides, problems)
     kept = {n: v for n, v in given.items() if v[1] == COMMAND_LINE or not n.startswith(SERVED_ELSEWHERE)}
@@ -66,14 +66,14 @@ def _no_search(run: Run) -> Iterable[Broken]:
 
 
 class PlannedRun(NamedTuple):
-    """A run as it is planned, and which of its keys the user left open: their values, and where these are from."""
+    """A run as it is planned, and the keys that the user left open: their values, and the source of these."""
 
     run: Run
     left_open: dict[str, Any]
     source: str
 
     def sentence(self) -> str:
-        """What the user did not set, in a line; empty where everything is set."""
+        """One line on what the user did not set; empty if everything is set."""
         values = ", ".join(f"{name} = {value}" for name, value in self.left_open.items())
         if not values:
             return ""
@@ -84,8 +84,8 @@ class PlannedRun(NamedTuple):
 def read_planned(
     path: str | Path | None = None, overrides: Iterable[Override] = (), rules: Iterable[Rule] = ()
 ) -> PlannedRun:
-    """The run for a plan, which is asked about the published model where a run names one: what it does not say of precision,
-    sequence and batch is then what the model was pretrained with, the batch in tokens. Training has small defaults instead, which
+    """The run for a plan. If a run names a published model, the plan is about that model: dtype, sequence length and batch that
+    the run does not set are those of its pretraining, with the batch kept in tokens. Training has small defaults instead, which
     suit any machine."""
     problems: list[Problem] = []
     given = _all_given(path, overrides, problems)
@@ -100,7 +100,7 @@ def read_planned(
         keys = {name: value for name, value in published.items() if f"train.{name}" in left}
         auto = given.get("layout.auto", ("",))[0] in (True, "true")
         if "global_batch" in keys and "train.microbatch" not in given and not auto:
-            keys["microbatch"] = 1  # a rank's whole share of such a batch never fits
+            keys["microbatch"] = 1  # a rank's full share of such a batch never fits
         left = [f"train.{name}" for name in keys]
         given.update({f"train.{name}": (value, f"preset {preset}") for name, value in keys.items()})
     run = _resolve(given, problems, rules, serves=None)
@@ -122,7 +122,7 @@ def _all_given(path: str | Path | None, overrides: Iterable[Override], problems:
 
 
 def _frees(override: Override) -> bool:
-    """Whether an override leaves the whole layout open."""
+    """Whether an override leaves the entire layout open."""
     if isinstance(override, str):
         return override.removeprefix("--") == FREE
     layout = override.get("layout")
@@ -130,7 +130,7 @@ def _frees(override: Override) -> bool:
 
 
 def _find_chip_file(given: _Given, folder: Path) -> None:
-    """A chip's own file is looked for beside the run, then in the working folder. The resolved run has its whole path, so that a
+    """Look for a chip's own file next to the run, then in the working folder. The resolved run has the absolute path, so that a
     copy of the run finds it too."""
     chip, where = given.get("cluster.chip", ("", ""))
     if isinstance(chip, str) and chip.endswith(".toml") and (folder / chip).is_file():
@@ -138,13 +138,13 @@ def _find_chip_file(given: _Given, folder: Path) -> None:
 
 
 def run_from_dict(values: dict[str, Any], where: str = "") -> Run:
-    """The run of nested sections, as TOML or JSON would give them."""
+    """The run of nested sections, as read from TOML or JSON."""
     problems: list[Problem] = []
     return _resolve(_flatten(values, where, problems), problems)
 
 
 def _resolve(given: _Given, problems: list[Problem], rules: Iterable[Rule] = (), serves: bool | None = False) -> Run:
-    """`serves`: whether the layout is that of a server; None: if the run has a load to plan."""
+    """`serves`: whether the layout is that of a server; None: it is if the run has a load to plan."""
     keys = all_keys()
     for name in [n for n in given if n not in keys]:
         _, where = given.pop(name)
@@ -161,7 +161,7 @@ def _resolve(given: _Given, problems: list[Problem], rules: Iterable[Rule] = (),
 
     values: dict[str, Any] = {}
     bad = {p.key for p in problems}
-    if "model.preset" in bad:  # then no size of the model is known, and rules about it would only mislead
+    if "model.preset" in bad:  # then no size of the model is known, and rules about sizes would only mislead
         bad |= {name for name in keys if name.startswith("model.")}
     for name, (raw, where) in given.items():
         try:
@@ -190,7 +190,7 @@ def _resolve(given: _Given, problems: list[Problem], rules: Iterable[Rule] = (),
 
 
 def _blame(given: _Given, key: str, others: tuple[str, ...]) -> str:
-    """The file (or command line) that said the key, or, where it is a default, one of the keys beside it."""
+    """The source that set the key; if the key is a default, the source of one of the other keys."""
     return next((given[k][1] for k in (key, *others) if k in given), "defaults")
 
 
@@ -258,7 +258,7 @@ def _from_overrides(overrides: Iterable[Override], problems: list[Problem]) -> _
 
 
 def type_name(kind: Any) -> str:
-    """How the schema and the messages call a type."""
+    """The name of a type in the schema and in messages."""
     if get_origin(kind) is Literal:
         return " | ".join(json.dumps(choice) for choice in get_args(kind))
     if get_origin(kind) is tuple:
@@ -267,7 +267,7 @@ def type_name(kind: Any) -> str:
 
 
 def _parse_text(text: str, kind: Any) -> Any:
-    """A command-line value: text where text is wanted, otherwise as TOML would read it."""
+    """A command-line value: text if the key is text, otherwise parsed as TOML."""
     words = get_args(kind) if get_origin(kind) is Literal else ()
     if kind is str or (words and all(isinstance(word, str) for word in words)):
         return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
@@ -305,7 +305,7 @@ def _typed(value: Any, kind: Any) -> Any:
         return tuple(_typed(item, get_args(kind)[0]) for item in items)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    # 1e3 is how people write a thousand, and TOML calls that a float.
+    # People write a thousand as 1e3, which TOML reads as a float.
     if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         value = int(value)
     if type(value) is not kind:

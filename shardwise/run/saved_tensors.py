@@ -1,30 +1,31 @@
-"""Saved tensors in few bits (`parallel/activations/quantized.py`) or elsewhere: what trainer and plan must agree on. No torch."""
+"""Saved tensors in few bits (`parallel/activations/quantized.py`) or off the device: what trainer and plan must agree on. No
+torch."""
 
 from __future__ import annotations
 
 GROUP = 256
-"""Values that share a least one and a step."""
+"""Values that share a minimum and a step size."""
 RANGE = 8
-"""Bytes of those two."""
+"""Bytes of a group's minimum and step size."""
 QUANTIZED = ("attention_norm", "middle", "ffn_norm", "gate", "up", "function", "inner")
-"""Tensors of a dense layer that are quantized (named in `plan/cost/rematerialization.py`): what norms, matrices and the
-function between them save. Queries, keys, values and what attention makes of them stay as they are: its backward pass recomputes
-probabilities from them, and these do not bear it."""
+"""Tensors of a dense layer that are quantized (named in `plan/cost/rematerialization.py`): those saved by norms, matrices and the
+activation function. Queries, keys, values and the attention output stay as they are: the backward pass recomputes probabilities
+from them, and these do not tolerate the error."""
 BEFORE_EXPERTS = ("attention_norm", "middle")
-"""Of those, what is quantized of an MoE layer."""
+"""The tensors of an MoE layer that are quantized."""
 
 
 ELSEWHERE = "host "
-"""Before the name of a tensor that waits in the host's memory or on its disk, among what is recomputed of a layer."""
+"""Prefix of a tensor's name in a layer's recomputation list if the tensor is swapped to host memory or disk."""
 
 
 def swappable_tensors(quantized: frozenset[str], *, attention: str, context: int) -> frozenset[str]:
-    """The tensors of a layer that may leave the device: those that may be quantized, and attention's."""
+    """The tensors of a layer that may be swapped out: those that may be quantized, and attention's."""
     return quantized | {"heads", "attended"} if attention != "latent" and context == 1 else quantized
 
 
 def groups_of(numel: int) -> int:
-    """Groups that a tensor is padded to."""
+    """The number of groups of a tensor, padded."""
     return -(-numel // GROUP)
 
 
@@ -34,7 +35,7 @@ def quantized_bytes(numel: int, bits: int) -> int:
 
 
 def quantized_tensors(*, routed: bool, parallel_block: bool, gated: bool, activation: str) -> frozenset[str]:
-    """The tensors of a layer that are quantized. ReLU and its square save their own result, which is another tensor's too."""
+    """The tensors of a layer that are quantized. ReLU and its square save their own output, which another operation saves too."""
     words = set(BEFORE_EXPERTS if routed else QUANTIZED)
     if parallel_block:
         words -= {"middle", "ffn_norm"}

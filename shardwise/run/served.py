@@ -1,10 +1,10 @@
-"""Where a rank stands when a model is served, and what it holds of each parameter. No torch.
+"""The position of a rank when a model is served, and its slice of each parameter. No torch.
 
-Ranks lie as in training (`coordinates.py`). Those of one index of `replicate` are a replica: an engine of its own. Its tensor ranks
-cut the matrices and its pipeline ranks have a stage each, the last stage on the first rank: tokens are picked there, and that is
-where the scheduler wants to know them. Every rank of a stage sees all tokens, a few in each step, so data and context ranks have
-nothing to divide but experts: there are as many of shard x context as `expert` takes. Whole experts are dealt out over `expert`
-ranks, among the tensor ranks too, and each expert's columns over what ranks are left.
+Ranks are ordered as in training (`coordinates.py`). Ranks with one index of `replicate` are a replica: a separate engine. Its
+tensor ranks cut the matrices, and its pipeline ranks have one stage each. The last stage is on the first rank: tokens are sampled
+there, and the scheduler, which needs them, runs there too. Every rank of a stage sees all tokens of a step, which are few, so data
+and context ranks have nothing to divide but experts: shard x context must divide `expert`. Full experts are distributed over
+`expert` ranks, which may include tensor ranks, and each expert's columns over the remaining ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.run.sections.layout import LayoutConfig
 
 @dataclass(frozen=True)
 class ServingRank:
-    """One rank of a layout that serves."""
+    """One rank of a serving layout."""
 
     layout: LayoutConfig
     rank: int
@@ -31,17 +31,17 @@ class ServingRank:
 
     @property
     def replica(self) -> int:
-        """Which replica it belongs to."""
+        """The index of its replica."""
         return self._at.index("replicate")
 
     @property
     def stage(self) -> int:
-        """Its stage of the pipeline."""
+        """The index of its pipeline stage."""
         return self.layout.pipeline - 1 - self._at.index("pipeline")
 
     @property
     def leader(self) -> int:
-        """The rank of its replica that schedules: the first."""
+        """The rank of its replica that runs the scheduler: the first."""
         return self.replica_ranks[0]
 
     @property
@@ -58,37 +58,37 @@ class ServingRank:
 
     @property
     def tensor_ranks(self) -> list[int]:
-        """The ranks that hold the same stage, and the same experts' worth of it but for the cut of its matrices."""
+        """The ranks that hold the same stage and cut its matrices among them."""
         return self._at.members("tensor")
 
     @property
     def pipeline_ranks(self) -> list[int]:
-        """The ranks that stand where it stands, stage by stage."""
+        """The ranks at its position in the other stages, and itself, in the order of stages."""
         return self._at.members("pipeline")[::-1]
 
     @property
     def tensor_index(self) -> int:
-        """Which of the tensor ranks it is."""
+        """Its index among the tensor ranks."""
         return self._at.index("tensor")
 
     @property
     def is_first_of_data(self) -> bool:
-        """Whether it is of the first ranks of shard x context: the others repeat what is not an expert."""
+        """Whether its index in shard x context is 0; the other ranks duplicate everything except experts."""
         return self._at.index("zero") == 0
 
     def expert_bounds(self, experts: int) -> tuple[int, int]:
-        """The experts that it holds, start and stop."""
+        """The experts it holds, start and stop."""
         ranks, index = self._at.joint_index("zero", "tensor")
         return shard_bounds(experts, self.layout.expert, index // (ranks // self.layout.expert))
 
     def kv_heads(self, model: ModelConfig) -> int:
-        """Key/value heads that it keeps; latent attention keeps one for all."""
+        """Key/value heads in its KV cache; latent attention caches one for all heads."""
         if model.attention == "latent":
             return 1
         return max(1, shard_length(model.kv_heads, self.layout.tensor, self.tensor_index))
 
     def box(self, entry: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The box of a parameter that it holds: where it begins, and its size."""
+        """The box of a parameter that it holds: offset and size."""
         offset, size = [0] * len(entry.shape), list(entry.shape)
 
         def cut(dim: int, start: int, stop: int) -> None:

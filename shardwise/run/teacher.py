@@ -1,4 +1,4 @@
-"""The model that a run distills: its sizes, the layout it has beside the student on the same ranks, and what it has to fit."""
+"""The teacher model of a distillation run: its sizes, its layout beside the student on the same ranks, and what it must match."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY = "objective.teacher"
 
 
 def teacher_model(run: Run) -> ModelConfig:
-    """The teacher's sizes. Raises `UserError` where they cannot be known."""
+    """The teacher's sizes. Raises `UserError` if they cannot be known."""
     name = run.objective.teacher
     stamps = tuple(file.stat().st_mtime_ns for file in _files(Path(name)))
     return _named(name, stamps, run.train.seq_len)
@@ -26,7 +26,7 @@ def teacher_model(run: Run) -> ModelConfig:
 
 @lru_cache(maxsize=64)
 def _named(name: str, stamps: tuple[int, ...], seq_len: int) -> ModelConfig:
-    """Read once, unless its files change: every rank of a plan asks."""
+    """Cached until its files change, since every rank of a plan asks for it."""
     return named_model(name, KEY, seq_len)
 
 
@@ -35,7 +35,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def teacher_run(run: Run) -> Run:
-    """The run of the teacher beside the student: the same axes, its own stages, and no experts' axis where it has none."""
+    """The teacher's run beside the student's: the same axes, its own stages, and no expert axis if it has no experts."""
     model, layout = teacher_model(run), replace(run.layout, stages=())
     if not model.experts:
         layout = replace(layout, expert=1, expert_tensor=False)
@@ -44,7 +44,7 @@ def teacher_run(run: Run) -> Run:
 
 # fmt: off
 def teacher_rules(run: Run) -> Iterator[Rule]:
-    """Rules of objective.kind = distill, and of what is stored beside the data."""
+    """Rules of objective.kind = distill, and of log-probabilities stored with the data."""
     o, m = run.objective, run.model
     yield Rule(o.stored and o.kind not in ("dpo", "distill"), "objective.stored", ("objective.kind",),
                lambda: f"{o.kind} learns nothing from numbers beside the data; they are for dpo and distill")
@@ -77,12 +77,12 @@ def teacher_rules(run: Run) -> Iterator[Rule]:
 
 
 def teacher_layout_rules(run: Run, rules: Callable[[Run], Iterator[Rule]]) -> Iterator[Rule]:
-    """What the teacher and the layout ask of each other: the same `rules` as of any network. Sizes of the layout may be arrays."""
+    """Rules between teacher and layout: the same `rules` as for any network. Sizes of the layout may be arrays."""
     if run.objective.kind != "distill" or not run.objective.teacher or not facts_of(run.objective).reference:
         return
     try:
         teacher = teacher_run(run)
-    except UserError:  # the other rules tell
+    except UserError:  # the other rules report it
         return
     plain = replace(teacher.layout, recompute="none", recompute_budget=0.0)
     for rule in rules(replace(teacher, objective=ObjectiveConfig(), layout=plain)):

@@ -1,7 +1,7 @@
-"""What a run leaves to its token sets: the rows of the embedding, which are those of their tokenizer, and whether documents are
+"""Settings that a run takes from its token sets: the rows of the embedding, from their tokenizer, and whether documents are
 separate.
 
-A set's index says them, and is read here without the rest of `data/`. What is wrong with a set is said where it is opened.
+Both are in a set's index, which is read here without the rest of `data/`. Errors in a set are reported where it is opened.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 INDEX = "index.json"
-"""The file of a token set that describes it."""
+"""The file that describes a token set."""
 
 
 def vocabulary_of(sets: Iterable[str]) -> int | None:
-    """The size of the tokenizer of these sets, the largest where they differ; None where no set is here to say it."""
+    """The size of the sets' tokenizer, the largest if they differ; None if no set exists here."""
     found = [size for folder in sets if (size := _size(Path(folder)))]
     return max(found, default=None)
 
 
 def all_text(sets: Iterable[str]) -> bool:
-    """Whether none of these sets is made of conversations, whose documents never see each other."""
+    """Whether none of these sets holds conversations, whose documents never see each other."""
     return all(_index(Path(folder)).get("kind", "text") == "text" for folder in sets)
 
 

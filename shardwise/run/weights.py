@@ -1,8 +1,8 @@
-"""What the matrices of a served model are kept in, and how many bytes that takes: the model packs them so, the plan counts them so.
+"""The storage format of a served model's matrices, and its bytes: the model packs them this way, and the plan counts them this way.
 No torch.
 
-A matrix in fewer bits is integers, or fp8 numbers, times scales. 8 bits have a scale for each row (output channel); 4 bits one for
-each group of neighbours in a row, and a zero point: the integer that stands for 0.
+A quantized matrix is integers, or fp8 numbers, times scales. 8-bit formats have a scale for each row (output channel); 4 bits have
+one for each group of neighbours in a row, and a zero point: the integer that represents 0.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from shardwise.run.rules.rule import Rule
 Kind = Literal["fp8", "int8", "int4"]
 Activations = Literal["", "fp8", "int8"]
 GROUPS = (128, 64, 32, 16, 8)
-"""Sizes of groups, the one that is wanted first; a smaller one is taken where a row is no multiple of it."""
+"""Group sizes, the preferred one first; a smaller one is used if the row length is not a multiple of it."""
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a matrix is kept."""
+    """The storage format of a matrix."""
 
     kind: Kind
     group: int = 0
-    """int4: weights of a row that share a scale and a zero; 0: the whole row."""
+    """int4: weights of a row that share a scale and a zero point; 0: the entire row."""
     zeros: bool = False
-    """int4: whether there are zero points (asymmetric); otherwise 8 stands for 0."""
+    """int4: whether there are zero points (asymmetric); otherwise 8 represents 0."""
     activations: Activations = ""
-    """What the input of the matrix is rounded to, a scale for each token: then both sides of a large GEMM have 8 bits."""
+    """The dtype to which the matrix's input is quantized, with a scale per token: both sides of a large GEMM then have 8 bits."""
 
     def group_of(self, columns: int) -> int:
-        """The group in rows of so many columns; 0: 4 bits cannot hold such rows, and the matrix stays as it is."""
+        """The group size for rows of `columns` columns; 0: 4 bits cannot hold such rows, and the matrix stays unquantized."""
         if self.kind != "int4":
             return columns
         sizes = (self.group or columns, *(size for size in GROUPS if size < self.group))
         return next((size for size in sizes if size % 8 == 0 and columns % size == 0), 0)
 
     def bytes(self, rows: int, columns: int) -> int:
-        """Of a matrix with all its scales and zeros; of one that stays as it is, 0."""
+        """Bytes of a matrix with all its scales and zero points; 0 for one that stays unquantized."""
         group = self.group_of(columns)
         if not group:
             return 0
@@ -57,27 +57,27 @@ FORMATS: dict[str, WeightFormat] = {
     "int8": WeightFormat("int8"),
     "int4": WeightFormat("int4", GROUPS[0], zeros=True),
 }
-"""By the words of `serve.weights`."""
+"""Formats by their names in `serve.weights`."""
 SMOOTHED = replace(FORMATS["int8"], activations="int8")
 """Weights and activations in 8 bits (SmoothQuant)."""
 
 
 def is_reduced(entry: Parameter) -> bool:
-    """Whether a parameter is a matrix that is kept in fewer bits: those of the layers, but not the router's."""
+    """Whether a parameter is a matrix that can be quantized: those of the layers, but not the router's."""
     return entry.is_linear or entry.routed
 
 
 def form_of(name: str, form: WeightFormat) -> WeightFormat:
-    """The format of the matrix with this name. What unfolds latent keys and values never meets its input where these are cached
-    (`LatentAttention`), so its input is not rounded elsewhere either."""
+    """The format of the matrix with this name. With cached latents, the matrix that expands latent keys and values is never
+    multiplied with its input (`LatentAttention`), so its input is not quantized elsewhere either."""
     return replace(form, activations="") if name.endswith("attention.kv.weight") else form
 
 
 def parameter_bytes(
     entry: Parameter, weights: str, dtype: str, shape: tuple[int, ...] | None = None, head: str = "auto"
 ) -> int:
-    """Of a parameter, or of a share of this shape, of a model that computes in `dtype` and keeps its matrices as `serve.weights`
-    and `serve.head` say."""
+    """Bytes of a parameter, or of a slice with this shape, in a model that computes in `dtype` and stores its matrices as
+    `serve.weights` and `serve.head` specify."""
     shape = tuple(shape or entry.shape)
     whole = prod(shape) * BYTES[dtype]
     if head in FORMATS and entry.name == HEAD:
@@ -91,14 +91,14 @@ def parameter_bytes(
 
 
 def bytes_a_weight(model: ModelConfig, weights: str, dtype: str) -> float:
-    """Of the matrices of a model's layers, scales and zeros counted in."""
+    """Mean bytes per weight of the matrices of a model's layers, including scales and zero points."""
     layers = (layer_parameters(model, model.is_moe(layer)) for layer in range(model.layers))
     entries = [entry for layer in layers for entry in layer if is_reduced(entry)]
     return sum(parameter_bytes(e, weights, dtype) for e in entries) / sum(e.numel for e in entries)
 
 
 def head_rule(run: Run) -> Rule:
-    """What a head in fewer bits asks of the model."""
+    """The requirement of a quantized head."""
     head = run.serve.head
     return Rule(
         head != "auto" and run.model.tied_embeddings, "serve.head", ("model.tied_embeddings",),

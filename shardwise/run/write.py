@@ -1,4 +1,4 @@
-"""A resolved run as TOML (what a run folder and a checkpoint hold; reading it gives the same run) and as JSON."""
+"""Writes a resolved run as TOML (as run folders and checkpoints hold it; reading it returns the same run) and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.run.read import type_name
 
 
 def to_dict(run: Run) -> dict[str, Any]:
-    """Plain nested sections, ready for JSON."""
+    """The run as plain nested sections, ready for JSON."""
     return json.loads(json.dumps(asdict(run)))
 
 
@@ -22,7 +22,7 @@ def to_toml(run: Run) -> str:
 
 
 def sections_to_toml(values: Mapping[str, Any]) -> str:
-    """A run as far as it is given: what is left out is for the reader to choose, or for a default."""
+    """A partial run as TOML: what is left out is for the reader to choose, or for a default."""
     lines = [f"name = {_toml(values['name'])}"]
     for section in (each for each in SECTIONS if each in values):
         lines += ["", f"[{section}]"]
@@ -34,7 +34,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, str):
-        # JSON's string is TOML's basic string, but for the one control character JSON leaves alone.
+        # A JSON string is a TOML basic string, except for the one control character that JSON does not escape.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return json.dumps(value)
 

@@ -1,1 +1,1 @@
-"""Scaling laws: what loss a model of a size reaches on an amount of data, fitted to runs that were made, with intervals."""
+"""Scaling laws: the loss that a model of a given size reaches on an amount of data, fitted to finished runs, with intervals."""

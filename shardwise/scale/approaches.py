@@ -1,7 +1,7 @@
 """How the best size grows with compute, N ~ C^a, by Chinchilla's three approaches (Hoffmann et al. 2022, section 3): the lowest
-loss of each amount of compute; the lowest point of a curve through runs of equal compute; the fitted law. Each with its interval
-over resampled runs. The curve is Akima's (1970) where runs have one amount of compute, as Porian et al. (2024) draw it: a parabola
-leans on sizes far from the lowest. Where their compute differs a little, it is a parabola, which bears the scatter."""
+loss of each amount of compute; the lowest point of a curve through runs of equal compute; the fitted law. Each has an interval over
+resampled runs. Where runs have exactly one amount of compute, the curve is an Akima spline (1970), as Porian et al. (2024) draw it:
+a parabola depends on sizes far from the lowest. Where compute differs a little, it is a parabola, which tolerates scatter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.scale.minimize import Array
 from shardwise.scale.points import Points
 
 SAME_COMPUTE, ALIKE = 0.01, 0.25
-"""Runs whose log FLOPs lie no further apart than this are of one amount of compute, or of about the same."""
+"""Runs whose log FLOPs differ by no more than this have the same compute, or about the same."""
 _RESAMPLED = 100
 
 
@@ -30,9 +30,9 @@ class Exponent:
 
 
 def approaches(fitted: Fit, seed: int = 0) -> dict[str, Exponent]:
-    """What each approach says, where the runs allow it."""
+    """The exponent by each approach that the runs allow."""
     random = np.random.default_rng(seed)
-    every = fitted.points.beside(fitted.left_out)  # what a law cannot say may still be the best of its compute
+    every = fitted.points.beside(fitted.left_out)  # an outlier of the law may still be the best of its compute
     found = {}
     for name, function, points in (
         ("envelope", _envelope, fitted.points),
@@ -64,7 +64,7 @@ def _resampled(function: Callable[[Points], float], points: Points, random: np.r
 
 
 def _groups(points: Points, apart: float = ALIKE) -> list[np.ndarray]:
-    """Runs whose log FLOPs are no further apart."""
+    """Groups of runs whose log FLOPs differ by no more than `apart`."""
     order = np.argsort(points.flops)
     logs = np.log(points.flops[order])
     groups: list[list[int]] = []
@@ -78,7 +78,7 @@ def _groups(points: Points, apart: float = ALIKE) -> list[np.ndarray]:
 
 
 def _envelope(points: Points) -> float:
-    """Approach 1, of final losses: of each amount of compute the run with the lowest loss."""
+    """Approach 1, with final losses: the run with the lowest loss for each amount of compute."""
     best = [group[points.loss[group].argmin()] for group in _groups(points) if len(group) >= 3]
     return _slope(points.flops[best], points.params[best]) if len(best) >= 4 else np.nan
 
@@ -89,7 +89,7 @@ def _isoflops(points: Points) -> float:
 
 
 def _parabolas(points: Points) -> float:
-    """The same of runs of about equal compute, by parabolas."""
+    """The same for runs of about equal compute, with parabolas."""
     return _lowest_points(points, ALIKE, _lowest_of_parabola)
 
 
@@ -113,8 +113,8 @@ def _lowest_of_parabola(x: Array, y: Array) -> float:
 
 
 def lowest_point(x: Array, y: Array) -> float:
-    """Where Akima's curve through points (at least three, x ascending) is lowest: between two points a cubic, whose slope at each
-    is a mean of those beside it, each weighted by how little the other side bends."""
+    """The x where the Akima spline through points (at least three, x ascending) is lowest: a cubic between two points, whose slope
+    at each point is a mean of the neighbouring slopes; each weight is how much the curve bends on the other side."""
     x, places = np.unique(x, return_index=True)
     y = y[places]
     slopes = np.diff(y) / np.diff(x)

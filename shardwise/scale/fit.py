@@ -1,7 +1,7 @@
-"""Fitting a law to points: Huber's loss on the log of the loss, many starts, resampled points for the intervals.
+"""Fits a law to points: Huber loss on the log of the loss, many starts, bootstrap resampling of the points for the intervals.
 
-Which form predicts best is not asked of the points it was fitted to: each is fitted again without the largest runs, and judged by
-how well it predicts those. The same errors say how wide an interval must be.
+A form is not judged by the points it was fitted to: each is fitted again without the largest runs, and judged by how well it
+predicts those. The same errors determine how wide an interval must be.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from shardwise.scale.minimize import Array, Minima, Objective, minimize
 from shardwise.scale.points import Points
 
 DELTA = 1e-3
-"""Where Huber's loss turns from squares to absolute values, in log loss (Hoffmann et al. 2022, D.3)."""
+"""Where the Huber loss turns from squares to absolute values, in log loss (Hoffmann et al. 2022, D.3)."""
 STARTS, RESAMPLED = 100, 200
 LEFT_OUT, SCATTER = 5.0, 0.005
-"""A point so many robust standard deviations off the law is left out; a deviation counts as at least this share of the loss, about
-what two seeds of a small model differ by."""
+"""A point more than `LEFT_OUT` robust standard deviations off the law is left out. The standard deviation is taken as at least
+`SCATTER` of the loss, about the difference between two seeds of a small model."""
 LEVEL = 0.9
 _AGREE = 1e-6
 _HELD_OUT = 0.3
@@ -29,16 +29,16 @@ _HELD_OUT = 0.3
 
 @dataclass(frozen=True)
 class FittedLaw:
-    """One form, fitted. Rows of `draws` are fits to resampled points."""
+    """One fitted form. Rows of `draws` are fits to resampled points."""
 
     name: str
     theta: Array
     draws: Array
     starts: int
     agree: int
-    """Of the starts, those that ended at the best optimum."""
+    """The number of starts that ended at the best optimum."""
     held_out: float = float("nan")
-    """Mean error of log loss on the largest runs, when fitted without them."""
+    """Mean absolute error of log loss on the largest runs, when fitted without them."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,18 @@ class Fit:
     y0: float
     residuals: Array
     widening: float
-    """How many times wider intervals are than scatter and resampling alone would make them."""
+    """The factor by which intervals are wider than scatter and resampling alone would make them."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def law(self) -> FittedLaw:
-        """The form that predicts."""
+        """The form that is used for predictions."""
         return self.laws[0]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A loss with the interval that 90% of measured ones should lie in."""
+    """A loss with the interval that should contain 90% of measured losses."""
 
     loss: float
     low: float
@@ -78,7 +78,7 @@ def fit(
     seed: int = 0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Fit:
-    """Fit every form; points that no form explains are left out and named."""
+    """Fits every form; outliers are left out and reported."""
     need = max(LAWS[name].size for name in forms)
     if len(points) < need + 1:
         raise UserError(f"{len(points)} points are too few to fit {need} coefficients: {need + 1} are needed at least")
@@ -117,7 +117,7 @@ def fit(
 
 
 def predict(fitted: Fit, params: float, tokens: float, seed: int = 0) -> Prediction:
-    """The loss of a model, with an interval for resampled coefficients, other forms, and the scatter of single runs."""
+    """The loss of a model, with an interval that covers resampled coefficients, other forms, and the scatter of single runs."""
     x, y = np.log(np.array([params])) - fitted.x0, np.log(np.array([tokens])) - fitted.y0
     best = float(LAWS[fitted.law.name].evaluate(fitted.law.theta[None], x, y, slope=False)[0][0, 0])
     random = np.random.default_rng(seed)
@@ -134,7 +134,7 @@ def predict(fitted: Fit, params: float, tokens: float, seed: int = 0) -> Predict
 
 
 def warnings(fitted: Fit, params: float, tokens: float) -> list[str]:
-    """What a prediction goes beyond."""
+    """In which quantities a prediction extrapolates beyond the fitted runs."""
     points, found = fitted.points, []
     for what, value, seen in (
         ("parameters", params, points.params),
@@ -150,7 +150,7 @@ def warnings(fitted: Fit, params: float, tokens: float) -> list[str]:
 
 
 def _sizes(points: Points) -> int:
-    """How many sizes of model there are; those within a tenth of each other count once."""
+    """The number of distinct model sizes; sizes within a tenth of each other count once."""
     ordered = np.sort(np.log(points.params))
     count, last = 0, -np.inf
     for value in ordered:
@@ -160,7 +160,7 @@ def _sizes(points: Points) -> int:
 
 
 def _shares(laws: Sequence[FittedLaw]) -> Array:
-    """How much of an interval each form makes: a form that predicts held-out runs twice as badly counts a quarter."""
+    """The share of each form in an interval: a form with twice the held-out error counts a quarter."""
     scores = np.array([law.held_out for law in laws])
     if np.isnan(scores).any():
         return np.ones(len(laws))
@@ -169,7 +169,7 @@ def _shares(laws: Sequence[FittedLaw]) -> Array:
 
 
 def _objective(law: Law, points: Points, x0: float, y0: float, weights: Array, delta: float) -> Objective:
-    """Huber's loss of the residuals in log loss, by `delta` so that values are of order one; a row of weights for each row."""
+    """Huber loss of the residuals in log loss, over `delta` so that values are of order one; `weights` may have a row per fit."""
     x, y, target = np.log(points.params) - x0, np.log(points.tokens) - y0, np.log(points.loss)
 
     def value(theta: Array, rows: np.ndarray) -> tuple[Array, Array]:
@@ -195,7 +195,7 @@ def _solve(
     random: np.random.Generator,
     weights: Array | None = None,
 ) -> Minima:
-    """The optimum from each start: first of a loss that is nearly squares, whose valley is wide, then of Huber's."""
+    """The optimum from each start: first of a nearly squared loss, whose valley is wide, then of the Huber loss with `DELTA`."""
     level = float(np.log(points.loss).mean())
     weights = np.ones(len(points)) if weights is None else weights
     at = law.starts(starts, level, random)
@@ -223,8 +223,8 @@ def _evaluate(name: str, theta: Array, points: Points, x0: float, y0: float) -> 
 
 
 def _kept(points: Points, forms: Sequence[str], x0: float, y0: float, seed: int) -> np.ndarray:
-    """Points near the law of the fewest coefficients, which bends least towards those that do not belong; found again until all
-    that are kept are near. Runs too short to leave their warm-up are the usual ones left out."""
+    """Points near the law with the fewest coefficients, which bends least towards outliers; fitted again until all kept points are
+    near. The usual outliers are runs too short to leave their warm-up."""
     law = min((LAWS[name] for name in forms), key=lambda each: each.size)
     keep = np.ones(len(points), dtype=bool)
     for _ in range(10):
@@ -239,10 +239,10 @@ def _kept(points: Points, forms: Sequence[str], x0: float, y0: float, seed: int)
 
 
 def _folds(points: Points) -> list[np.ndarray]:
-    """What is held out, one set after another: the largest models, the longest runs for their size, the most compute."""
+    """The held-out sets: the largest models, the longest runs for their size, the most compute."""
     found = []
     for value in (points.params, points.tokens / points.params, points.flops):
-        # Whole sizes are held out: the cut lies between two different values.
+        # All runs of one value are held out together: the cut lies between two different values.
         ordered = np.unique(value)
         held = None
         for cut in ordered[:0:-1]:
@@ -250,7 +250,7 @@ def _folds(points: Points) -> list[np.ndarray]:
             if mask.mean() > _HELD_OUT and held is not None:
                 break
             held = mask
-        # Of two sizes of model no law can tell how the next steps go on.
+        # From only two model sizes no law can extrapolate to the next.
         if held is not None and held.mean() <= 0.5 and (~held).sum() >= 8 and len(np.unique(points.params[~held])) >= 3:
             found.append(held)
     return found
@@ -259,7 +259,7 @@ def _folds(points: Points) -> list[np.ndarray]:
 def _held_out(
     name: str, points: Points, folds: Sequence[np.ndarray], x0: float, y0: float, seed: int
 ) -> list[tuple[Array, Array]]:
-    """Of each fold, the errors of log loss and half the width of the interval they should be in."""
+    """For each fold, the errors of log loss and half the width of the interval that should contain them."""
     found = []
     for held in folds:
         rest, tested = points.chosen(~held), points.chosen(held)
@@ -275,7 +275,7 @@ def _held_out(
 
 
 def _widening(errors: Sequence[tuple[Array, Array]]) -> float:
-    """What intervals must be multiplied by for held-out runs to lie inside; never below 1."""
+    """The factor on intervals for which held-out runs lie inside; never below 1."""
     if not errors:
         return 1.0
     return max(1.0, float(np.quantile(np.concatenate([np.abs(error) / width for error, width in errors]), LEVEL)))

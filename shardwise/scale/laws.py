@@ -1,7 +1,7 @@
-"""The forms that the loss of a model can take in its parameters N and the tokens D it was trained on.
+"""Functional forms of a model's loss in its parameters N and the tokens D it was trained on.
 
-While fitting, log N and log D are counted from the middle of the points, which makes coefficients nearly independent of each other.
-`coefficients` gives them as the papers write them.
+While fitting, log N and log D are centred on the mean of the points, which makes coefficients nearly independent of each other.
+`coefficients` returns them as the papers write them.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from shardwise.scale.minimize import Array
 
 
 class Law(Protocol):
-    """A form of the loss. Rows of `theta` are what is fitted; `x` and `y` are log N and log D, counted from the middle."""
+    """A form of the loss. Rows of `theta` are the fitted coefficients; `x` and `y` are centred log N and log D."""
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The name of the form."""
         ...
 
     @property
     def sentence(self) -> str:
-        """The formula, and who published it."""
+        """The formula, with its publication."""
         ...
 
     @property
     def size(self) -> int:
-        """How many coefficients are fitted."""
+        """The number of fitted coefficients."""
         ...
 
     @property
     def sizes(self) -> int:
-        """How many sizes of model it takes to tell them apart, one to spare."""
+        """The number of model sizes needed to determine the coefficients, with one to spare."""
         ...
 
     def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
-        """Random places to begin at, for points whose mean log loss is `level`."""
+        """Random starting points, for runs whose mean log loss is `level`."""
         ...
 
     def evaluate(self, theta: Array, x: Array, y: Array, slope: bool = True) -> tuple[Array, list[Array]]:
-        """The log of the loss, (rows, points), and its derivative by each coefficient."""
+        """The log of the loss, (rows, points), and its derivative with respect to each coefficient."""
         ...
 
     def coefficients(self, theta: Sequence[float], x0: float, y0: float) -> dict[str, float]:
-        """The coefficients as the paper writes them, where N and D are counted from zero."""
+        """The coefficients as the paper writes them, for N and D that are not centred."""
         ...
 
 
 def _shares(number: int, level: float, random: np.random.Generator, terms: int = 3) -> list[Array]:
-    """Logs of terms that sum to the level of the points, in random shares; a share near zero would feel no slope."""
+    """Logs of terms that sum to the level of the points, in random shares; a share near zero would have no gradient."""
     return list(np.log(0.05 + 0.85 * random.dirichlet(np.ones(terms), number).T) + level)
 
 
@@ -100,8 +100,8 @@ class Chinchilla:
 class OverTraining:
     """L = E + (a M^eta + b M^-eta) C^-eta with M = D/N and C = 6 N D (Gadre et al. 2024, eq. 4).
 
-    It is Chinchilla's form with alpha = beta = 2 eta: the best M is then the same at every scale. One coefficient fewer makes it
-    steadier where points are few.
+    It is Chinchilla's form with alpha = beta = 2 eta: the best M is then the same at every scale. With one coefficient fewer it is
+    more stable where points are few.
     """
 
     name: str = "over-training"
@@ -123,7 +123,7 @@ class OverTraining:
 
 @dataclass(frozen=True)
 class Kaplan:
-    """L = ((Nc/N)^(alpha_N/alpha_D) + Dc/D)^alpha_D (Kaplan et al. 2020, eq. 1.5): nothing is left at infinite size."""
+    """L = ((Nc/N)^(alpha_N/alpha_D) + Dc/D)^alpha_D (Kaplan et al. 2020, eq. 1.5): the loss goes to zero at infinite size."""
 
     name: str = "kaplan"
     sentence: str = "((Nc/N)^(alpha_N/alpha_D) + Dc/D)^alpha_D (Kaplan et al. 2020)"
@@ -157,7 +157,7 @@ class Kaplan:
 
 @dataclass(frozen=True)
 class Power:
-    """L = E + A / N^alpha, for runs that all have the same tokens a parameter: what lack of data adds is then of the same form."""
+    """L = E + A / N^alpha, for runs with the same tokens per parameter: the data term then has the same form."""
 
     name: str = "power"
     sentence: str = "E + A/N^alpha, at one ratio of tokens to parameters"

@@ -1,7 +1,7 @@
 """Many small minimisations at once: BFGS over a batch of starts, in NumPy.
 
-A law has three to seven coefficients and is fitted from many starts and to many resampled sets of points. Each is a row here, so
-that one call of the objective serves all of them; rows that have converged are left out of the next call.
+A law has three to seven coefficients and is fitted from many starts and to many resampled sets of points. Each fit is a row here,
+so that one call of the objective evaluates all of them; converged rows are left out of the next call.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Objective = Callable[[Array, NDArray[np.int64]], tuple[Array, Array]]
-"""From coefficients (rows, k) and the numbers of the rows that they are of, to values (rows,) and gradients (rows, k)."""
+"""A function from coefficients (rows, k) and their row indices to values (rows,) and gradients (rows, k)."""
 
 _ENOUGH, _CURVATURE = 1e-4, 0.9
-"""Wolfe's conditions (Nocedal and Wright 2006, eq. 3.6): a step must gain this share of what the slope promises, and leave at most
-this share of the slope."""
+"""The Wolfe conditions (Nocedal and Wright 2006, eq. 3.6): a step must gain at least `_ENOUGH` of the decrease that the slope
+predicts, and leave at most `_CURVATURE` of the slope."""
 _TRIES = 30
 
 
 @dataclass(frozen=True)
 class Minima:
-    """Where each row ended, with the value there."""
+    """The coefficients at which each row ended, and the value there."""
 
     at: Array
     values: Array
 
 
 def minimize(objective: Objective, starts: Array, iterations: int = 300, tolerance: float = 1e-11) -> Minima:
-    """Minimise every row from its start; a row ends where two iterations in a row gain less than `tolerance` of the value."""
+    """Minimise every row from its start; a row ends when two consecutive iterations gain less than `tolerance` of the value."""
     at = np.array(starts, dtype=np.float64)
     rows, size = at.shape
     values, slopes = objective(at, np.arange(rows))
@@ -47,7 +47,7 @@ def minimize(objective: Objective, starts: Array, iterations: int = 300, toleran
         at[live], values[live], slopes[live] = step.at, step.values, step.slopes
         inverse[live] = _updated(inverse[live], moved, change)
         small = gained <= tolerance * np.maximum(np.abs(step.values), 1e-12)
-        # A row that is stuck once forgets its curvature and tries straight down before it gives up.
+        # A row that is stuck once resets its curvature and tries steepest descent before it gives up.
         inverse[live[small]] = np.eye(size)
         idle[live] = np.where(small, idle[live] + 1, 0)
         live = live[idle[live] < 2]
@@ -64,14 +64,14 @@ class _Step:
 def _step(
     objective: Objective, live: NDArray[np.int64], at: Array, values: Array, slopes: Array, inverse: Array, first: bool
 ) -> _Step:
-    """A step of each live row along its direction that meets Wolfe's conditions, or the best that was tried."""
+    """A step of each live row along its direction that meets the Wolfe conditions, or the best one tried."""
     here, value, slope = at[live], values[live], slopes[live]
     way = -np.einsum("rij,rj->ri", inverse[live], slope)
     along = (way * slope).sum(1)
     upward = ~(along < 0)
     way[upward] = -slope[upward]
     along = np.where(upward, -(slope * slope).sum(1), along)
-    # Nothing is known of the scale before the first step: no coefficient moves by more than 1, later by no more than 5.
+    # The scale is unknown before the first step: no coefficient moves by more than one, and later by no more than five.
     length = np.minimum(1.0, 1.0 / np.maximum(np.abs(way).max(1), 1e-300)) if first else np.ones(len(live))
     length = np.minimum(length, 5.0 / np.maximum(np.abs(way).max(1), 1e-300))
     low, high = np.zeros(len(live)), np.full(len(live), np.inf)
@@ -92,7 +92,7 @@ def _step(
             break
         bounded = np.isfinite(high[open_])
         length[open_] = np.where(bounded, 0.5 * (low[open_] + np.where(bounded, high[open_], 0.0)), 2.0 * length[open_])
-        # A bracket as narrow as rounding has nothing left in it.
+        # A bracket at rounding precision has nothing left to search.
         open_ = open_[length[open_] > 1e-14]
         if not len(open_):
             break
@@ -100,7 +100,7 @@ def _step(
 
 
 def _updated(inverse: Array, moved: Array, change: Array) -> Array:
-    """The inverse Hessian after a step (Nocedal and Wright 2006, eq. 6.17); a step without curvature changes nothing."""
+    """The inverse Hessian after a step (Nocedal and Wright 2006, eq. 6.17); a step without positive curvature changes nothing."""
     product = (moved * change).sum(1)
     curved = product > 1e-300
     share = np.where(curved, 1.0 / np.where(curved, product, 1.0), 0.0)[:, None, None]

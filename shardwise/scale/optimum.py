@@ -1,6 +1,6 @@
-"""The best size of a model: for an amount of compute, with its use counted, and what another size costs.
+"""The best size of a model for an amount of compute, with its inference included, and the cost of other sizes.
 
-All of it is found on a grid of sizes that is refined around the best, so that it holds for any law.
+Everything is found on a grid of sizes that is refined around the best, so that it works for any law.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from shardwise.scale.minimize import Array
 from shardwise.scale.points import FLOPS_PER_TOKEN
 
 Loss = Callable[[Array, Array], Array]
-"""From parameters and tokens to the loss."""
+"""A function from parameters and tokens to the loss."""
 SERVED = 2.0
-"""FLOPs of a parameter and a token that is read or written by a model in use: the forward pass alone."""
+"""FLOPs per parameter and token that a served model reads or writes: only the forward pass."""
 _GRID, _ROUNDS = 65, 12
 _SIZES = (1e5, 1e15)
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """A size with what it is trained on."""
+    """A model size, its training tokens and its loss."""
 
     params: float
     tokens: float
@@ -31,12 +31,12 @@ class Optimum:
 
     @property
     def flops(self) -> float:
-        """Of training."""
+        """FLOPs of training."""
         return FLOPS_PER_TOKEN * self.params * self.tokens
 
 
 def best_size(loss: Loss, flops: float, served: float = 0.0) -> Optimum:
-    """The lowest loss that so many FLOPs reach, of which serving `served` tokens takes its share: 6 N D + 2 N T = C."""
+    """The size with the lowest loss for `flops` FLOPs, which include serving `served` tokens: 6 N D + 2 N T = C."""
 
     def tokens_of(params: Array) -> Array:
         return (flops - SERVED * params * served) / (FLOPS_PER_TOKEN * params)
@@ -53,7 +53,7 @@ def best_size(loss: Loss, flops: float, served: float = 0.0) -> Optimum:
 
 def cheapest(loss: Loss, target: float, served: float = 0.0) -> Optimum | None:
     """The size that reaches a loss with the fewest FLOPs of training and serving together (Sardana et al. 2024, eq. 2); None where
-    the law reaches it with no size."""
+    no size reaches it by the law."""
 
     def value(params: Array) -> Array:
         tokens = tokens_for(loss, params, target)
@@ -65,7 +65,7 @@ def cheapest(loss: Loss, target: float, served: float = 0.0) -> Optimum | None:
 
 
 def tokens_for(loss: Loss, params: Array, target: float) -> Array:
-    """The tokens that models need to reach a loss; infinite where they never do. Found by halving: the loss falls with tokens."""
+    """The tokens that models need to reach a loss; infinite where they never do. By bisection, since the loss falls with tokens."""
     low, high = np.zeros_like(params), np.full_like(params, 60.0)
     reached = loss(params, np.exp(high)) <= target
     for _ in range(60):
@@ -78,7 +78,7 @@ def tokens_for(loss: Loss, params: Array, target: float) -> Array:
 def deviations(
     loss: Loss, best: Optimum, factors: tuple[float, ...] = (0.25, 0.5, 2.0, 4.0)
 ) -> list[tuple[float, float, float]]:
-    """Of a model so many times the best size: the tokens it takes to the same loss, and how many times the compute."""
+    """For models of `factors` times the best size: the factor, the tokens to the same loss, and the ratio of training compute."""
     sizes = best.params * np.array(factors)
     tokens = tokens_for(loss, sizes, best.loss)
     return [

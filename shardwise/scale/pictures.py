@@ -1,4 +1,4 @@
-"""What a fit looks like, as lines and points for `report/plot.py`: isoFLOP curves, the envelope, residuals, with intervals."""
+"""Plots of a fit, as lines and points for `report/plot.py`: isoFLOP curves, the envelope, residuals, with intervals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CURVES, _STEPS = 6, 48
 
 
 def loss_of(fitted: Fit, params: Array, tokens: Array) -> Array:
-    """The loss by the form that predicts."""
+    """The loss by the form that is used for predictions."""
     return np.exp(log_loss(fitted.law.name, fitted.law.theta, params, tokens, fitted.x0, fitted.y0)[0])
 
 
@@ -47,7 +47,7 @@ def iso_flops(fitted: Fit) -> Lines:
 
 
 def envelope(fitted: Fit, beyond: float = 10.0) -> Lines:
-    """The best loss of each amount of compute, to `beyond` times the largest run, with its interval; and the runs."""
+    """The best loss for each amount of compute, up to `beyond` times the largest run, with its interval; and the runs."""
     points = fitted.points
     levels = np.exp(np.linspace(math.log(points.flops.min()), math.log(points.flops.max() * beyond), _STEPS))
     line, band = [], []
@@ -61,7 +61,7 @@ def envelope(fitted: Fit, beyond: float = 10.0) -> Lines:
 
 
 def residuals(fitted: Fit) -> Lines:
-    """How far each run lies from the law, with the interval that was predicted for it."""
+    """The deviation of each run from the law, with the interval predicted for it."""
     points = fitted.points
     order = np.argsort(points.flops)
     places = list(zip(points.flops[order].tolist(), (100 * fitted.residuals[order]).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Runs that were made, as points of parameters, tokens and loss; read from CSV files."""
+"""Finished runs as points of parameters, tokens and loss; read from CSV files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shardwise.run.problems import Problem, UserError, nearest
 from shardwise.scale.minimize import Array
 
 FLOPS_PER_TOKEN = 6.0
-"""Of a parameter in training, forward and backward: C = 6 N D (Kaplan et al. 2020, section 2.1), as all laws here count."""
+"""Training FLOPs per parameter and token, forward and backward: C = 6 N D (Kaplan et al. 2020, section 2.1), as all laws here."""
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Points:
-    """Runs side by side. `unique` is the tokens of the data set where `tokens` passes over it more than once."""
+    """Runs as arrays. `unique` is the tokens of the data set, fewer than `tokens` where a run repeats it."""
 
     params: Array
     tokens: Array
@@ -30,19 +30,19 @@ class Points:
 
     @property
     def flops(self) -> Array:
-        """What training took."""
+        """FLOPs of training."""
         return FLOPS_PER_TOKEN * self.params * self.tokens
 
     def __len__(self) -> int:
         return len(self.params)
 
     def chosen(self, mask: Array | np.ndarray) -> Points:
-        """Those points where the mask is true."""
+        """The points where the mask is true, or at these indices."""
         names = tuple(np.array(self.names, dtype=object)[mask])
         return Points(self.params[mask], self.tokens[mask], self.loss[mask], names, self.unique[mask])
 
     def beside(self, other: Points) -> Points:
-        """These and others."""
+        """These points followed by others."""
         pairs = ((getattr(self, name), getattr(other, name)) for name in ("params", "tokens", "loss", "unique"))
         params, tokens, loss, unique = map(np.concatenate, pairs)
         return Points(params, tokens, loss, self.names + other.names, unique)
@@ -63,7 +63,7 @@ def make_points(
 
 
 def read_csv(path: str | Path, loss: str, where: Mapping[str, str], params: str = "params") -> Points:
-    """The points of a CSV file: columns `params`, `tokens` or `flops`, and that of the loss; others name a point or choose rows."""
+    """The points of a CSV file: columns `params`, `tokens` or `flops`, and the loss; others name a point or select rows."""
     rows, columns = _rows(Path(path))
     place = str(path)
     problems = [_missing(column, columns, place) for column in (params, loss, *where) if column not in columns]
@@ -111,7 +111,7 @@ def _missing(column: str, columns: Sequence[str], place: str) -> Problem:
 
 
 def _values(rows: Sequence[tuple[int, dict[str, str]]], where: Mapping[str, str]) -> str:
-    """What there is in a column that nothing was found in."""
+    """The values of a column in which the wanted value was not found."""
     for key, value in where.items():
         found = sorted({(row[key] or "").strip() for _, row in rows})
         if value not in found:

@@ -1,5 +1,5 @@
-"""Laws and models that were published: coefficients of Chinchilla's form, what known models were trained on, and how the learning
-rate and the batch grow."""
+"""Published laws and models: coefficients of Chinchilla's form, the training tokens of known models, and how learning rate and
+batch scale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.scale.minimize import Array
 
 @dataclass(frozen=True)
 class PublishedLaw:
-    """L = E + A / N^alpha + B / D^beta in nats a token of the authors' data and tokenizer."""
+    """L = E + A / N^alpha + B / D^beta in nats per token of the authors' data and tokenizer."""
 
     name: str
     source: str
@@ -21,7 +21,7 @@ class PublishedLaw:
     beta: float
 
     def loss(self, params: Array, tokens: Array) -> Array:
-        """The loss of models."""
+        """The loss of models of these sizes on these tokens."""
         return self.E + self.A / params**self.alpha + self.B / tokens**self.beta
 
 
@@ -38,7 +38,7 @@ DEFAULT = "besiroglu2024"
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """What was trained, on how much."""
+    """A trained model and its training tokens."""
 
     name: str
     params: float

@@ -1,7 +1,7 @@
-"""Data that is passed over more than once: what it is worth (Muennighoff et al. 2023, eq. 5 to 7).
+"""The value of data that is repeated for several epochs (Muennighoff et al. 2023, eq. 5 to 7).
 
-Repeated tokens count less with every pass, and so do parameters beyond what the distinct tokens can feed: both decay exponentially,
-with R_D and R_N the passes after which little is gained.
+Repeated tokens count less with every epoch, and so do parameters beyond the best size for the distinct tokens: both decay
+exponentially, with R_D and R_N the repetitions after which little is gained.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _BOUNDS = (math.log(0.3), math.log(300.0))
 
 @dataclass(frozen=True)
 class Repeats:
-    """How fast repeated data and excess parameters lose their worth."""
+    """The decay constants of repeated data (R_D) and of excess parameters (R_N)."""
 
     data: float = PUBLISHED[0]
     params: float = PUBLISHED[1]
 
 
 def effective(fitted: Fit, params: Array, tokens: Array, unique: Array, repeats: Repeats) -> tuple[Array, Array]:
-    """Parameters and tokens of fresh data that would reach the same loss."""
+    """The parameters and the fresh tokens that would reach the same loss."""
     coefficients = LAWS[fitted.law.name].coefficients(fitted.law.theta.tolist(), fitted.x0, fitted.y0)
     if not {"A", "B", "alpha", "beta"} <= set(coefficients):
         raise UserError(f"repeated data needs a law with a term for data; {fitted.law.name} has none")
     a, b, alpha, beta = (coefficients[key] for key in ("A", "B", "alpha", "beta"))
     own = np.minimum(unique, tokens)
-    # The size that so many distinct tokens are best for: the derivatives by log N and log D are equal.
+    # The best size for the distinct tokens: where the derivatives by log N and log D are equal.
     fed = (alpha * a / (beta * b)) ** (1 / alpha) * own ** (beta / alpha)
     fed = np.minimum(fed, params)
     again, excess = tokens / own - 1, params / fed - 1
@@ -47,8 +47,8 @@ def effective(fitted: Fit, params: Array, tokens: Array, unique: Array, repeats:
 
 
 def fit_repeats(points: Points, seed: int = 0) -> tuple[Fit, Repeats]:
-    """The law of the runs that saw their data once, then the worth of repeats from the others: on a grid that is refined, by
-    Huber's loss as every fit here."""
+    """Fits the law to the runs that saw their data once, then the decay of repeats to the others: on a grid that is refined, with
+    the Huber loss as in every fit here."""
     once = points.tokens <= points.unique * 1.01
     if (~once).sum() < 3:
         raise UserError("fewer than 3 runs repeat their data (unique_tokens below tokens): its worth cannot be fitted")

@@ -1,4 +1,4 @@
-"""Run folders as points: parameters from the run that is written there, tokens and loss from its metrics."""
+"""Run folders as points: parameters and tokens from the run file in the folder, loss from its metrics."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ RUN, METRICS = "run.toml", "metrics.jsonl"
 
 
 def is_run_folder(path: str | Path) -> bool:
-    """Whether it is a folder that `shardwise train` made."""
+    """Whether `path` is a folder that `shardwise train` made."""
     return (Path(path) / METRICS).is_file()
 
 
 def read_runs(folders: Sequence[str | Path], loss: str = "eval_loss") -> Points:
-    """Each folder's last record of the loss. A run that did not reach its last step is refused: its learning rate has not come
-    down, so its loss is not the one that others are compared with."""
+    """The last recorded loss of each folder. A run that did not reach its last step is refused: its learning rate has not decayed
+    yet, so its loss is not comparable with the others."""
     found, problems = [], []
     for folder in map(Path, folders):
         try:

@@ -1,4 +1,4 @@
-"""A transformer of a wanted number of parameters, in the proportions of Llama 3."""
+"""A transformer with a given number of parameters, in the proportions of Llama 3."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any
 
 HEAD, SMALL_HEAD = 128, 64
 _FFN = 3.5
-"""Of the hidden size, as in Llama 3's 8B and 70B."""
+"""The FFN width relative to the hidden size, as in Llama 3's 8B and 70B."""
 
 
 def shape_of(params: float, vocab: int = 128256, tied: bool | None = None) -> dict[str, Any]:
-    """The keys of `[model]` whose parameters are nearest: hidden about 128 times the layers (Llama 3: 102 to 130), heads of 128, a
-    key and value head for every four or more. Small models tie their embeddings, as Llama 3.2's and Qwen's do."""
+    """The `[model]` keys with the nearest number of parameters: hidden about 128 times the layers (Llama 3: 102 to 130), heads of
+    128, one KV head for every four or more heads. Small models tie their embeddings, as Llama 3.2's and Qwen's do."""
     best: tuple[float, dict[str, Any]] | None = None
     for hidden in _hiddens():
         usual = hidden / 128
         for layers in range(max(2, round(0.7 * usual)), max(3, round(1.35 * usual)) + 1):
             keys = _keys(hidden, layers, vocab, hidden <= 3072 if tied is None else tied)
-            # Nearness counts most; of sizes as near, the one of usual proportions.
+            # The number of parameters counts most; among equally near ones, the usual proportions win.
             off = abs(count(keys) / params - 1) + 0.02 * abs(layers / usual - 1)
             if best is None or off < best[0]:
                 best = off, keys
@@ -26,7 +26,7 @@ def shape_of(params: float, vocab: int = 128256, tied: bool | None = None) -> di
 
 
 def count(keys: dict[str, Any]) -> int:
-    """Parameters of such a shape."""
+    """The number of parameters of a shape."""
     hidden, layers, ffn, vocab = (int(keys[name]) for name in ("hidden", "layers", "ffn", "vocab"))
     shared = keys["kv_heads"] / keys["heads"]
     layer = 2 * hidden * hidden + round(2 * hidden * hidden * shared) + 3 * hidden * ffn + 2 * hidden

@@ -1,4 +1,4 @@
-"""A fit as a file: what was fitted to what, so that it predicts later and elsewhere."""
+"""A fit as a file: the fitted laws and their points, so that it can predict later and elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def coefficients(fitted: Fit, law: FittedLaw) -> dict[str, dict[str, float]]:
 
 
 def to_json(fitted: Fit, source: dict[str, Any]) -> dict[str, Any]:
-    """The whole fit; `coefficients` and `intervals` are for people and programs, `laws` is what predicts."""
+    """The whole fit; `coefficients` and `intervals` are for people and programs, predictions use `laws`."""
     best = coefficients(fitted, fitted.law)
     return dict(
         version=VERSION, source=source, form=fitted.law.name, formula=LAWS[fitted.law.name].sentence,
@@ -51,7 +51,7 @@ def to_json(fitted: Fit, source: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_json(path: str | Path) -> tuple[Fit, dict[str, Any]]:
-    """The fit of a file, and all that stands in it."""
+    """The fit in a file, and the file's whole content."""
     place = str(path)
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))

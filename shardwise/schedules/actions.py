@@ -1,9 +1,9 @@
 """A pipeline schedule is one list of actions for each rank: the planner times that list and the trainer executes it.
 
-An action names what is computed, for which stage and microbatch. Communication is not listed, because it follows from the
-placement of the stages: a forward sends its output to the next stage, a backward sends its gradient to the stage before, and
-nothing is sent between two stages of one rank. Where ranks have partners, E and L hand saved activations over and take them back;
-these stand in the lists of both.
+An action names the pass, its stage and its microbatch. Communication is not listed, because it follows from the placement of the
+stages: a forward sends its output to the next stage, a backward sends its gradient to the previous stage, and nothing is sent
+between two stages of one rank. Where ranks have partners, E and L hand saved activations over and take them back; they are in the
+lists of both partners.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOAD: Kind = "L"  # … and come back
 UPDATE: Kind = "U"  # the rank updates its weights, by itself
 KINDS: tuple[Kind, ...] = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, EVICT, LOAD, UPDATE)
 PASSES: tuple[Kind, ...] = (FORWARD, BACKWARD, BACKWARD_INPUT)
-"""Those that a microbatch goes through a stage by, and that send something to the next."""
+"""The kinds that take a microbatch through a stage, and send a message to the next stage."""
 
 
 class Action(NamedTuple):
@@ -43,7 +43,7 @@ _make: Callable[[tuple[Kind, int, int]], Action] = partial(tuple.__new__, Action
 
 
 def actions_of(kind: Kind, stages: Iterable[int], microbatches: Iterable[int]) -> list[Action]:
-    """Actions of one kind, several times as fast as one by one: long schedules have millions."""
+    """Actions of one kind, built several times as fast as one by one: long schedules have millions."""
     return list(map(_make, zip(repeat(kind), stages, microbatches, strict=False)))
 
 
@@ -56,10 +56,10 @@ class Schedule:
     placement: tuple[int, ...]
     microbatches: int
     partners: bool = False
-    """Whether ranks hand saved activations to the rank that is as far from the other end."""
+    """Whether ranks hand saved activations to the rank at the same distance from the other end."""
     directions: int = 1
-    """From how many ends microbatches enter. Stages are numbered along one direction, then along the other; each takes its share of
-    the microbatches."""
+    """The number of ends at which microbatches enter. Stages are numbered along one direction, then along the other; each direction
+    takes its share of the microbatches."""
 
     @property
     def stages(self) -> int:
@@ -73,25 +73,25 @@ class Schedule:
 
     @property
     def depth(self) -> int:
-        """Stages that a microbatch goes through."""
+        """Number of stages that a microbatch goes through."""
         return self.stages // self.directions
 
     def is_first(self, stage: int) -> bool:
-        """Whether microbatches enter there."""
+        """Whether microbatches enter at this stage."""
         return stage % self.depth == 0
 
     def is_last(self, stage: int) -> bool:
-        """Whether they end there, with the loss."""
+        """Whether microbatches end at this stage, with the loss."""
         return stage % self.depth == self.depth - 1
 
     def microbatches_of(self, stage: int) -> range:
-        """Those that go through a stage: all of them, or the first half in one direction and the rest in the other."""
+        """The microbatches that go through a stage: all, or the first half in one direction and the rest in the other."""
         half = -(-self.microbatches // self.directions)
         return range(half, self.microbatches) if stage >= self.depth else range(half)
 
 
 class Message(NamedTuple):
-    """What one stage sends another: `stage` is the one that computed it."""
+    """A message from one stage to another: `stage` is the one that computed it."""
 
     kind: Literal["activation", "gradient"]
     stage: int
@@ -116,7 +116,7 @@ def transfers(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
     """For each directed pair of ranks (sender, receiver), the messages in the order the sender produces them.
 
     Point-to-point calls between two processes match in order, so a receiver that posts its receives in this order gets
-    each message where it expects it, also where two ranks have several neighbouring stages.
+    each message where it expects it, even where two ranks have several neighbouring stages.
     """
     channels: dict[tuple[int, int], list[Message]] = {}
     for sender, actions in enumerate(schedule.ranks):
@@ -133,7 +133,7 @@ def loop_placement(ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
-    """Two stages a rank, down the ranks and up again, so that rank 0 holds both the embedding and the head."""
+    """Two stages per rank, down the ranks and up again, so that rank 0 holds both the embedding and the head."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
@@ -154,10 +154,10 @@ def saved_activations(
 ) -> tuple[tuple[float, ...], ...]:
     """Saved activations of each rank after each of its actions: they live from F until the backward no longer needs them.
 
-    `whole[stage]` is what one microbatch keeps between F and B or I, and `after_input[stage]` what is left of it between
-    I and W (by default all). By default each counts 1, and the result is a number of microbatch-stages. A split backward
-    costs something between two counts: everything kept until W, and nothing kept after I. `handed[stage]` is what is evicted
-    of it, and loaded again (by default all): the partner holds that much.
+    `whole[stage]` is the size that one microbatch keeps between F and B or I, and `after_input[stage]` the size left between I and
+    W (by default all of it). By default each counts 1, and the result is a number of microbatch-stages. The cost of a split
+    backward lies between two counts: everything kept until W, and nothing kept after I. `handed[stage]` is the size that is evicted
+    and loaded again (by default all of it): the partner holds that much.
     """
     whole = [1] * schedule.stages if whole is None else whole
     after_input = whole if after_input is None else after_input
@@ -174,7 +174,7 @@ def saved_activations(
 
 
 def _with_partner(actions: Sequence[Action], whole: Sequence[float], handed: Sequence[float]) -> tuple[float, ...]:
-    """The same of one rank that has a partner."""
+    """The same for one rank that has a partner."""
     own = {stage for kind, stage, _ in actions if kind == FORWARD}
     away: set[tuple[int, int]] = set()
     changes = []

@@ -10,12 +10,12 @@ Breadth-first (Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism"): each ra
 runs the forward of all microbatches through one of them before the next; then the backward likewise. With m >= P
 microbatches, F and B the times of one of the v stages:
 
-- bubble on each rank: (P - 1)(F + B), a v-th of GPipe's, since a stage is a v-th of a rank's layers;
+- bubble on each rank: (P - 1)(F + B), 1/v of GPipe's, since a stage is 1/v of a rank's layers;
 - activations held: m on each of v stages, m v in all, as much as GPipe.
 
-What it buys for that memory is that a rank works on one stage for a long stretch: with sharded parameters each stage is
-gathered once for the forward and once for the backward, not once for each microbatch, and its gradients can be reduced
-while the next stage computes. With fewer microbatches than ranks a rank waits for the first one to come round.
+In return for that memory a rank works on one stage for a long stretch: with sharded parameters each stage is gathered once for the
+forward and once for the backward, not once for each microbatch, and its gradients can be reduced while the next stage computes.
+With fewer microbatches than ranks a rank waits for the first one to come round.
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@ hand saved activations to the last ones, which have room, and take them back for
 In 1F1B rank r of P holds P - r microbatches, so the first rank holds P and the last one 1. Rank r and rank P - 1 - r are partners,
 and hold P + 1 together. Here no rank holds more than K = ceil((P + 2) / 2) (section 3). Two kinds of action are added:
 
-- E evicts the saved activations of a microbatch to the partner; L loads them back. Both stand in the lists of both ranks, the
-  one that holds the stage and its partner. Neither computes anything;
-- a rank that is full evicts what it needs last, the newest, so that as few as can be are handed over; each goes out and back once;
-- E begins before a backward pass and has to end before the next forward pass, which needs the room; L begins before that forward
-  pass and has to end before the microbatch's backward pass. Where transfers are not longer than these passes the bubble is that of
+- E evicts the saved activations of a microbatch to the partner; L loads them back. Both are in the lists of both ranks, the one
+  that holds the stage and its partner. Neither computes anything;
+- a full rank evicts the newest microbatch, which it needs last, so that the fewest are handed over; each goes out and back once;
+- E begins before a backward pass and has to end before the next forward pass, which needs the memory; L begins before that forward
+  pass and has to end before the microbatch's backward pass. Where transfers are not longer than these passes, the bubble is that of
   1F1B, (P - 1)(F + B).
 
-The partner's part of a transfer stands where its own passes are at that time when a backward pass takes twice a forward pass.
+The partner's side of a transfer is listed where its own passes are at that time, when a backward pass takes twice a forward pass.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def evictions(ranks: int, rank: int, microbatches: int) -> int:
 def _with_evictions(
     stage: int, plain: Sequence[Action], start: Sequence[float], most: int
 ) -> tuple[list[Action], list[tuple[float, Action]]]:
-    """The list of a rank that evicts, and its evictions and loads with when each begins."""
+    """The list of a rank that evicts, and its evictions and loads with the time at which each begins."""
     out: list[Action] = []
     moments: list[tuple[float, Action]] = []
     here: list[int] = []  # microbatches held, oldest first
@@ -88,7 +88,7 @@ def _with_evictions(
 
 
 def _merged(plain: Sequence[Action], end: Sequence[float], moments: list[tuple[float, Action]]) -> list[Action]:
-    """The list of a partner with its part in each transfer, before the pass that it is in, or waits for, at that moment."""
+    """A partner's list with its side of each transfer, before the pass that it runs, or waits for, at that time."""
     out: list[Action] = []
     before = 0
     for moment, action in sorted(moments, key=lambda one: one[0]):

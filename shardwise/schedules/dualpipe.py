@@ -5,19 +5,19 @@ by the B of another microbatch is such a pair. Only the ends split the backward 
 a stage, F&B that of a pair.
 
 DualPipe, P ranks, P even: half of the m >= 2P microbatches enter at the first rank and half at the last. Rank r holds stage r of
-one direction and stage P - 1 - r of the other, so ranks r and P - 1 - r hold the same parameters, which are there twice; their
-gradients are added before the update. Stages are numbered along the first direction, 0 to P - 1, then the second, P to 2P - 1.
+one direction and stage P - 1 - r of the other, so ranks r and P - 1 - r hold copies of the same parameters; their gradients are
+summed before the update. Stages are numbered along the first direction, 0 to P - 1, then the second, P to 2P - 1.
 
-- published bubble: (P/2 - 1)(F&B + B - 3W). The lists attain it, for W <= F <= I, when a pair runs as one: starts when both inputs
-  are there and gives both results at its end. Timed as F followed by B it is (P/2 - 1)(F + B - 2W) for W <= I <= F, since the next
-  stage then waits for the F alone;
-- every rank holds P + 1 microbatches, each of one of its stages, one more than 1F1B's most.
+- published bubble: (P/2 - 1)(F&B + B - 3W). The lists attain it, for W <= F <= I, when a pair runs as one: it starts when both
+  inputs are there and delivers both results at its end. Timed as F followed by B, the bubble is (P/2 - 1)(F + B - 2W) for W <= I <=
+  F, since the next stage then waits only for the F;
+- every rank holds P + 1 microbatches, each of one of its stages, one more than 1F1B's maximum.
 
 DualPipeV is DualPipe cut in half (Sea AI Lab's "cut-in-half"): the lists of the first half of 2P ranks, on which the second
-direction is the second leg of a V of 2P stages. So parameters are there once, each rank has two stages of half the size, and every
-number above holds with 2P in the place of P: bubble (P - 1)(F&B + B - 3W), 2P + 1 microbatch-stages.
+direction is the second leg of a V of 2P stages. So parameters are held once, each rank has two stages of half the size, and every
+number above holds with 2P instead of P: bubble (P - 1)(F&B + B - 3W), 2P + 1 microbatch-stages.
 
-Fewer microbatches than a schedule needs are scheduled as part of the regular one; their bubble is larger.
+With fewer microbatches than a schedule needs, the regular one is scheduled and the surplus left out; the bubble is larger.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def _numbered(actions: tuple[Action, ...], schedule: Schedule) -> list[Action]:
-    """The actions with the microbatches of their directions; those beyond the last are left out."""
+    """The actions with the microbatch numbers of their direction; those beyond the last are left out."""
     numbers = {stage: schedule.microbatches_of(stage) for _, stage, _ in actions}
     return [
         Action(kind, stage, numbers[stage][microbatch])
@@ -60,8 +60,8 @@ def _numbered(actions: tuple[Action, ...], schedule: Schedule) -> list[Action]:
 
 
 def _rank_list(ranks: int, rank: int, near: int, far: int, microbatches: int) -> tuple[Action, ...]:
-    """The eight parts of the published schedule, of one half of the ranks, counted from its end. Microbatches go through `near` on
-    their way in, and through `far` on their way out."""
+    """The eight parts of the published schedule, for one rank of a half of the ranks, counted from that half's outer end.
+    Microbatches go through `near` on their way in, and through `far` on their way out."""
     out = RankList()
     below = ranks - rank - 1
     for _ in range(2 * below):  # 1: until the first microbatch is on its way out
@@ -69,7 +69,7 @@ def _rank_list(ranks: int, rank: int, near: int, far: int, microbatches: int) ->
     for _ in range(rank + 1):  # 2: until it has been turned round at the end
         out.forward(near)
         out.forward(far)
-    for _ in range(below):  # 3: I alone, for the ranks below wait for it
+    for _ in range(below):  # 3: only I, since the ranks below wait for it
         out.backward_input(far)
         out.backward_weight()
         out.forward(far)

@@ -1,6 +1,6 @@
-"""The schedules by name: whether one is legal for a layout, and its lists.
+"""The schedules by name: whether one is legal for a layout, and its action lists.
 
-`legal` is arithmetic on four numbers, for use before anything starts; `make_schedule` raises the same sentences.
+`legal` is arithmetic on four numbers, for use before anything starts; `make_schedule` raises an error with the same sentences.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from shardwise.schedules.zero_bubble_2p import zb_2p
 class _Family(NamedTuple):
     build: Callable[[int, int, int], Schedule]
     chunks: int
-    """Stages a rank by default."""
+    """Stages per rank by default."""
     any_chunks: bool = False
     even: bool = False
-    """Whether ranks come in pairs."""
+    """Whether the number of ranks must be even."""
 
 
 _FAMILIES: dict[str, _Family] = {
@@ -46,7 +46,7 @@ SCHEDULES = tuple(_FAMILIES)
 
 
 def legal(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> list[str]:
-    """Why this schedule cannot be made, a sentence each; empty when it can."""
+    """The reasons why this schedule cannot be made, one sentence each; empty when it can."""
     reasons = []
     if ranks < 1:
         reasons.append(f"a pipeline of {ranks} ranks: it needs at least 1")
@@ -74,7 +74,7 @@ def legal(name: str, ranks: int, microbatches: int, chunks: int | None = None) -
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """The lists of a schedule; `chunks` is the number of stages on each rank. Raises `ValueError` with what is wrong."""
+    """The action lists of a schedule; `chunks` is the number of stages on each rank. Raises `ValueError` with the reasons."""
     reasons = legal(name, ranks, microbatches, chunks)
     if reasons:
         raise ValueError("; ".join(reasons))
@@ -91,17 +91,17 @@ def cached_schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Sc
 
 
 def fewer_rounds(ranks: int, microbatches: int, rounds: int) -> int:
-    """The microbatches of at most so many rounds, and those that do not fill a round.
+    """The microbatches of at most `rounds` full rounds, plus those that do not fill a round.
 
-    A round is as many microbatches as the pipeline has ranks. Long schedules repeat their middle, so questions about order
-    and occupancy have the same answer after a few rounds. Where microbatches enter at both ends, time needs as many each way: ask
-    for twice the ranks.
+    A round has one microbatch per pipeline rank. Long schedules repeat their middle, so questions about order and occupancy have
+    the same answer after a few rounds. Where microbatches enter at both ends, timing needs a round in each direction: pass twice
+    the ranks.
     """
     return min(microbatches, rounds * ranks + microbatches % ranks)
 
 
 def rounds_to_play(ranks: int, microbatches: int) -> tuple[int, int]:
-    """Microbatches to play, and how many fewer a second time: the difference is the time that each further round adds. All of them
-    once when they are few."""
+    """Number of microbatches to play, and how many fewer to play a second time: the difference is the time that each further round
+    adds. All of them once when they are few."""
     most = fewer_rounds(ranks, microbatches, 3)
     return (microbatches, 0) if microbatches <= most + ranks else (most, ranks)

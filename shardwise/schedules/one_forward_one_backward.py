@@ -5,8 +5,8 @@ A rank runs forwards until its first backward can start, then alternates one for
 microbatch's activations are freed as soon as possible. With P ranks, rank r, m >= P microbatches, F and B the times of one stage:
 
 - 1F1B: bubble (P - 1)(F + B) as in GPipe; rank r holds P - r microbatches, whatever m is.
-- Interleaved, v stages a rank placed round-robin: bubble (P - 1)(F + B), a v-th of that, since a stage is a v-th of
-  a rank's layers; rank r holds 2(P - r - 1) + (v - 1) G + 1 microbatch-stages, at most m v; v times the messages.
+- Interleaved, v stages per rank placed round-robin: bubble (P - 1)(F + B), 1/v of 1F1B's, since a stage is 1/v of a rank's layers;
+  rank r holds 2(P - r - 1) + (v - 1) G + 1 microbatch-stages, at most m v; v times the messages.
 
 G is the size of the groups in which microbatches visit a rank's stages. The paper has G = P and needs m to divide by P.
 Here m is divided evenly over floor(m / P) groups, of G = ceil(m / floor(m / P)) or one less: no group is shorter than the
@@ -31,7 +31,7 @@ def one_forward_one_backward(ranks: int, microbatches: int) -> Schedule:
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B over `chunks` stages a rank: a group of microbatches goes through one of them, then through the next."""
+    """1F1B over `chunks` stages per rank: a group of microbatches goes through one of them, then through the next."""
     if chunks == 1:
         plain = one_forward_one_backward(ranks, microbatches)
         return Schedule("interleaved", plain.ranks, plain.placement, microbatches)
@@ -43,14 +43,15 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
         last = rank + ranks * (chunks - 1)
         forward = actions_of("F", [rank + first for first in firsts], visitors)
         backward = actions_of("B", [last - first for first in firsts], visitors)
-        # Two for each rank below: in the time a microbatch takes down to the last rank and its gradient back up.
+        # Two forwards for each rank below: the time a microbatch takes down to the last rank and its gradient back up.
         lists.append(_alternate(forward, backward, warmup=2 * (ranks - rank - 1) + (chunks - 1) * size))
     kept = tuple(lists) if len(visits) == chunks * microbatches else keep_microbatches(lists, microbatches)
     return Schedule("interleaved", kept, loop_placement(ranks, chunks), microbatches)
 
 
 def _groups(ranks: int, microbatches: int) -> tuple[list[list[int]], int]:
-    """Microbatches divided evenly into groups no shorter than the ring, each padded to one size with a number that is none's.
+    """Microbatches divided evenly into groups no shorter than the ring, each padded to one size with a number that no microbatch
+    has.
 
     The padding is scheduled like any microbatch and left out afterwards. So the pace is that of a regular schedule, which has
     no deadlock, and leaving out whole microbatches cannot cause one.

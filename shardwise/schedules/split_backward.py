@@ -1,17 +1,18 @@
-"""Schedules that split the backward in two: I, for the input, which the stage before waits for, and W, the deferred weight
-gradient, which nobody waits for and which therefore fills the bubble. P is the number of ranks, r a rank; F, I, W and B = I + W
-are the times of one stage, of which ZB-V has two a rank, placed in a V. DualPipe, which splits some backwards, is in `dualpipe.py`.
+"""Schedules that split the backward in two: I, the input's gradient, which the previous stage waits for, and W, the deferred weight
+gradient, which no rank waits for and which therefore fills the bubble. P is the number of ranks, r a rank; F, I, W and B = I + W
+are the times of one stage, of which ZB-V has two per rank, placed in a V. DualPipe, which splits some backwards, is in
+`dualpipe.py`.
 
 ZB-H1 and ZB-V (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sections 2.1 and 6):
 
 - ZB-H1, m >= P microbatches: bubble (P - 1)(F + I - W), a third of 1F1B's when the three are equal. Every rank holds P
-  microbatches, 1F1B's most: rank r has P - r before I, as in 1F1B, and has up to r W deferred. This is for W <= F and W <= I.
-- ZB-V, two stages a rank placed in a V, m >= 2P - 1: with F = I = W no rank waits between its first action and its
-  last. Every rank holds 2P microbatch-stages, which are P microbatches of a whole rank, 1F1B's most. Rank r starts r F
-  after rank 0 and ends r F after it. So where all ranks synchronise after the step, (P - 1) F of bubble remain, half of
-  ZB-H1's as a stage is half a rank; the paper removes it by stepping the optimizer without synchronising.
+  microbatches, 1F1B's maximum: rank r has P - r before I, as in 1F1B, and up to r deferred W. This holds for W <= F and W <= I.
+- ZB-V, two stages per rank placed in a V, m >= 2P - 1: with F = I = W no rank waits between its first action and its last. Every
+  rank holds 2P microbatch-stages, which are P microbatches of a whole rank, 1F1B's maximum. Rank r starts r F after rank 0 and ends
+  r F after it. So where all ranks synchronise after the step, (P - 1) F of bubble remain, half of ZB-H1's as a stage is half a
+  rank; the paper removes it by stepping the optimizer without synchronising.
 
-Fewer microbatches than a schedule needs are scheduled as part of the regular one; their bubble is larger.
+With fewer microbatches than a schedule needs, the regular one is scheduled and the surplus left out; the bubble is larger.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from shardwise.schedules.actions import Action, Schedule, keep_microbatches, loo
 
 
 class RankList:
-    """The list of one rank, built as a paper describes it: so many of one kind, then so many of another. It counts the microbatches
-    of each kind and stage, so that they come in the same order in every kind."""
+    """The list of one rank, built as a paper describes it: a number of one kind, then a number of another. It counts the
+    microbatches of each kind and stage, so that they come in the same order in every kind."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -49,7 +50,7 @@ class RankList:
         self.backwards[stage] += 1
 
     def backward_weight(self) -> None:
-        """The weight gradient that has been due the longest, of whichever stage."""
+        """The weight gradient that has been due the longest, of any stage."""
         self.actions.append(self._weights_due.popleft())
 
     def backward_weights(self) -> None:
@@ -71,8 +72,8 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
             if microbatch < steady:
                 out.forward(rank)
             out.backward_input(rank)
-            # Towards the end the ranks above have no forwards left and take an I every I + W. Leaving out r W here keeps
-            # up with them, and what is left out fills the time in which their last I come up to rank 0.
+            # Towards the end the ranks above have no forwards left and run an I every I + W. Skipping r of the W here
+            # keeps up with them, and the skipped W fill the time in which their last I come up to rank 0.
             if not steady - 1 - rank <= microbatch < steady - 1:
                 out.backward_weight()
         out.backward_weights()
@@ -81,7 +82,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Down the ranks and up again, with both stages of a rank in turn and W right after I until the end."""
+    """Down the ranks and up again, alternating between both stages of a rank, with W right after I until the end."""
     regular = max(microbatches, 2 * ranks - 1)
     lists = []
     for rank in range(ranks):

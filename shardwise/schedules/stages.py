@@ -15,17 +15,17 @@ import numpy as np
 
 Array = Any
 MANY = 512
-"""Layers from which on arrays are faster than lists."""
+"""Number of layers above which arrays are faster than lists."""
 UNREACHED = np.iinfo(np.int64).max // 2
 
 
 def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) -> tuple[int, ...]:
-    """Layers of each stage, in order, such that the slowest stage is as fast as possible. Each has at least one layer, but for the
-    first and the last where layers are too few.
+    """Number of layers of each stage, in order, such that the slowest stage is as fast as possible. Each stage has at least one
+    layer, except the first and the last where layers are too few.
 
-    `costs` has a number for each layer, `first` is added to the first stage and `last` to the last. Of the splits with
-    that bottleneck it is the most even in layers (least sum of squares), and of those the one with fewer layers early,
-    where a pipeline has the most microbatches in flight.
+    `costs` has a number for each layer, `first` is added to the first stage and `last` to the last. Of the splits with that
+    bottleneck, the result is the most even in layers (least sum of squares), and of those the one with fewer layers early, where a
+    pipeline has the most microbatches in flight.
     """
     layers = len(costs)
     if stages < 1 or stages > layers + (2 if stages > 1 else 0):
@@ -33,7 +33,7 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: fl
     if min(*costs, first, last) < 0:
         raise ValueError("a layer with a negative cost: the work of a layer, the embedding and the head is 0 or more")
 
-    if stages > layers:  # one layer each, none beside the embedding and the head, or beside the costlier of them
+    if stages > layers:  # one layer each, but none beside the embedding and the head, or the costlier of them
         ends = (0, 0) if stages > layers + 1 else (0, 1) if first > last else (1, 0)
         return (ends[0], *[1] * (stages - 2), ends[1])
     bottleneck = _bottleneck(costs, stages, first, last)
@@ -41,8 +41,9 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: fl
     starts = _starts(longest.tolist(), stages)
     if layers > MANY:
         return _most_even_of_many(longest, starts)
-    # best[start] is the least sum of squares with which the layers from `start` on fill the stages still to fill, and the
-    # layers of the first of those; from the last stage backwards, and only where a stage can start.
+    # best[start] is the least sum of squares with which the layers from `start` on fill the remaining stages, and the
+    # number of layers of the first of those. It is computed from the last stage backwards, and only where a stage can
+    # start.
     most = longest.tolist()
     best: dict[int, tuple[int, int]] = {layers: (0, 0)}
     choices = []
@@ -57,7 +58,7 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: fl
 
 
 def _most_even_of_many(longest: Array, starts: list[range]) -> tuple[int, ...]:
-    """The same over arrays: thousands of layers may be cut in many places."""
+    """The same over arrays: thousands of layers may be cut in many ways."""
     best, begin = np.zeros(1, np.int64), len(longest)
     choices = []
     for some in reversed(starts):
@@ -78,8 +79,8 @@ def _most_even_of_many(longest: Array, starts: list[range]) -> tuple[int, ...]:
 
 
 def _bottleneck(costs: Sequence[float], stages: int, first: float, last: float) -> float:
-    """The least cost of the slowest stage: the least number with which a greedy fill needs no more stages, by halving. What a fill
-    came to, or what it did not dare to add, is the next number that matters."""
+    """The least cost of the slowest stage: the least limit with which a greedy fill needs at most `stages` stages, by bisection.
+    The fullest stage of a fill, or the least total that it refused, is the next limit that matters."""
     low, high = float(max(costs)), float(first + sum(costs) + last) * (1 + 1e-9)
     if _filled(costs, low, first, last)[0] <= stages:
         return low
@@ -93,8 +94,9 @@ def _bottleneck(costs: Sequence[float], stages: int, first: float, last: float) 
 
 
 def _filled(costs: Sequence[float], limit: float, first: float, last: float) -> tuple[float, float, float]:
-    """Stages needed when each costs at most so much, infinite when one layer alone is too many; the cost of the fullest, and the
-    least that was too much. A stage is always added up in the order of its layers, so that equal sums are equal."""
+    """Number of stages needed when each costs at most `limit`, infinite when one layer alone exceeds it; the cost of the fullest
+    stage, and the least total that exceeded the limit. A stage is always summed in the order of its layers, so that equal sums are
+    equal."""
     count, before, fullest, refused, end = 0, math.inf, 0.0, math.inf, len(costs) - 1
     for number, cost in enumerate(costs):
         more = last if number == end else 0
@@ -110,7 +112,7 @@ def _filled(costs: Sequence[float], limit: float, first: float, last: float) -> 
 
 
 def _longest(costs: Sequence[float], limit: float, first: float, last: float) -> Array:
-    """For each first layer, how many layers a stage of at most this cost may have. Totals only grow."""
+    """For each first layer, the most layers that a stage of at most this cost may have. Totals only grow."""
     array, layers = np.array(costs, float), len(costs)
     found = np.zeros(layers, np.int64)
     size = 1
@@ -130,7 +132,7 @@ def _longest(costs: Sequence[float], limit: float, first: float, last: float) ->
 
 
 def _starts(longest: Sequence[int], stages: int) -> list[range]:
-    """Where each stage can start such that the layers before and after it fill the other stages."""
+    """The layers at which each stage can start, such that the layers before and after it fill the other stages."""
     layers = len(longest)
     latest = [0]
     for _ in range(stages - 1):

@@ -1,12 +1,14 @@
-"""How long a schedule takes: the lists played with a duration for each kind of action and stage.
+"""How long a schedule takes: plays the lists with a duration for each kind of action and stage.
 
-A rank does its actions in order and waits when an input has not arrived; sends do not hold up the sender. Each action
-is visited once and a waiting rank is woken by the one action it waits for, so the time is linear in the actions. Saved activations
-that a rank evicts to its partner are gone, and those that it loads are there, a latency later; the rank goes on meanwhile, but its
-next forward waits for the one and their backward for the other. Partners are taken to be in time.
+A rank runs its actions in order and waits when an input has not arrived; sends do not block the sender. Each action is visited once
+and a waiting rank is woken by the one action it waits for, so the time is linear in the number of actions. Saved activations that a
+rank evicts to its partner are gone after a latency, and those that it loads are there after a latency. The rank continues
+meanwhile, but its next forward waits for the eviction, and the backward of a loaded microbatch waits for the load. Partners are
+assumed to be in time.
 
-This is the one player. A schedule under planned costs (`time`) and one that was executed and profiled (`trace/pipeline.py`) are
-both played by `play`. `plan/time/waves.py` plays many costs at once; tests/plan/test_waves.py holds it to this one bit for bit.
+This is the only player. `play` plays both a schedule under planned costs (`time`) and one that was executed and profiled
+(`trace/pipeline.py`). `plan/time/waves.py` plays many costs at once; tests/plan/test_waves.py checks that it agrees with this one
+bit for bit.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Timing:
     makespan: float
     """From the first start to the last end over all ranks."""
     busy: tuple[float, ...]
-    """Work of each rank."""
+    """Working time of each rank."""
 
     @property
     def bubble(self) -> tuple[float, ...]:
@@ -85,9 +87,10 @@ class Deadlock(ValueError):
 
 
 def time(schedule: Schedule, cost: Cost, latency: float | Sequence[float] = 0, handing: float = 0) -> Timing:
-    """Plays the lists. `latency` is the time of a transfer between two ranks, or one for each boundary: `latency[s]`
-    between stages s and s + 1, in both directions; `handing` that of saved activations between partners. The schedule is one that
-    `check` passes; of a mistake in another this sees only that the lists cannot be played to the end, and raises `Deadlock`."""
+    """Play the lists. `latency` is the time of a transfer between two ranks, or one for each boundary: `latency[s]` between stages
+    s and s + 1, in both directions; `handing` is that of saved activations between partners. The schedule must be one that `check`
+    passes (tests/schedule_check.py); in any other this only notices that the lists cannot be played to the end, and raises
+    `Deadlock`."""
     stages, microbatches, placement = schedule.stages, schedule.microbatches, schedule.placement
     # Plain floats, since arithmetic on array scalars is several times slower.
     durations = {kind: [float(duration) for duration in cost.of(kind)] for kind in KINDS}
@@ -111,13 +114,13 @@ def play(
     handing: float = 0.0,
     directions: int = 1,
 ) -> Timing:
-    """Plays lists of actions, each with a duration of its own in `works`. `forward` and `backward` are the latencies of what the
-    forward and the backward of each stage and microbatch send, at stage * microbatches + microbatch. Raises `Deadlock`."""
-    # Arrival of what each forward or backward gives the next stage. Slots run by (stage, microbatch); the stage "before
-    # the first" and the stage "after the last" have always arrived.
+    """Play lists of actions, each with its own duration in `works`. `forward` and `backward` are the latencies of the messages that
+    the forward and the backward of each stage and microbatch send, at stage * microbatches + microbatch. Raises `Deadlock`."""
+    # Arrival times of the messages from each forward or backward to the next stage. Slots run by (stage, microbatch);
+    # the messages of the stage "before the first" and the stage "after the last" have always arrived.
     size = stages * microbatches
-    activation: list[float | None] = [0.0] * microbatches + [None] * size  # what stage s reads is at s * microbatches
-    gradient: list[float | None] = [None] * size + [0.0] * microbatches  # … and here at (s + 1) * microbatches
+    activation: list[float | None] = [0.0] * microbatches + [None] * size  # stage s reads at s * microbatches
+    gradient: list[float | None] = [None] * size + [0.0] * microbatches  # stage s reads at (s + 1) * microbatches
     for edge in range(size // directions, size, size // directions):  # where one direction ends and the next begins
         activation[edge : edge + microbatches] = gradient[edge : edge + microbatches] = [0.0] * microbatches
     asleep: dict[int, int] = {}  # slot waited for -> rank; gradients are numbered after the activations
@@ -126,9 +129,9 @@ def play(
     starts: list[list[float]] = [[] for _ in ranks]
     ends: list[list[float]] = [[] for _ in ranks]
     clock = [0.0] * len(ranks)
-    emptied = [0.0] * len(ranks)  # when the last eviction of each rank is over
+    emptied = [0.0] * len(ranks)  # when the last eviction of each rank ends
     loaded: dict[int, float] = {}
-    own: dict[int, set[int]] = {}  # stages of ranks that hand something over
+    own: dict[int, set[int]] = {}  # stages of ranks that hand over activations
     ready = list(reversed(range(len(ranks))))
     while ready:
         rank = ready.pop()
@@ -160,7 +163,7 @@ def play(
                 if rank not in own:
                     own[rank] = {held for one, held, _ in actions if one == "F"}
                 if stage not in own[rank]:
-                    pass  # the partner's part
+                    pass  # the partner's side
                 elif kind == "E":
                     emptied[rank] = now + handing
                 else:

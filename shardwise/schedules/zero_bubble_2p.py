@@ -1,11 +1,10 @@
 """ZB-2p (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sections 2.2 and 3.1): split backwards with twice the memory of
 1F1B, in which no rank waits between its first action and its last.
 
-A rank sends forwards ahead until the first gradient comes back up, 2(P - r) - 1 of them on rank r, and keeps 2P - 1 microbatches
-in all, those whose W is deferred included. Within these two limits the lists are made as the paper's heuristic makes them: play
-the pipeline, and give each rank that is free an I where one is there, else an F, else a W. Each of the three takes one unit of time
-here, the case for which the paper draws this schedule by hand (ZB-H2). P is the number of ranks, r a rank from 0, and there are
-m >= 2P - 1 microbatches:
+A rank runs forwards ahead until the first gradient comes back up, 2(P - r) - 1 of them on rank r, and keeps 2P - 1 microbatches in
+all, including those whose W is deferred. Within these two limits the lists follow the paper's heuristic: play the pipeline, and
+give each idle rank an I where one is ready, else an F, else a W. Each of the three takes one unit of time here, the case for which
+the paper draws this schedule by hand (ZB-H2). P is the number of ranks, r a rank from 0, and there are m >= 2P - 1 microbatches:
 
 - waiting between a rank's first and last action: none where F = I = W. Where they differ ZB-H2's is (P - 1)(F + I - 2W);
 - rank r ends r F after rank 0, as it began. Where all ranks synchronise after the step (P - 1) F of bubble remain; the paper
@@ -20,16 +19,16 @@ from shardwise.schedules.split_backward import RankList
 
 
 def zb_2p(ranks: int, microbatches: int) -> Schedule:
-    """Forwards as far ahead as a microbatch's way down and up again takes; W wherever nothing else can be done."""
+    """Forwards run as far ahead as a microbatch takes down and up again; W runs wherever nothing else can."""
     regular = max(microbatches, 2 * ranks - 1)
     lists = [RankList() for _ in range(ranks)]
-    done = [0] * ranks  # W of each rank
+    done = [0] * ranks  # number of W each rank has done
     sent = [
         [regular, *[0] * (ranks - 1)],
         [*[0] * (ranks - 1), regular],
-    ]  # forwards and gradients that each rank has been given
+    ]  # forwards and gradients that each rank has received
     while min(done) < regular:
-        given = [list(each) for each in sent]  # what a rank does in this unit of time is there in the next
+        given = [list(each) for each in sent]  # results of this unit of time are available in the next
         for rank, out in enumerate(lists):
             forwards, backwards = out.forwards[rank], out.backwards[rank]
             if backwards < min(forwards, given[1][rank]):

@@ -1,8 +1,8 @@
-"""The engine: requests in, tokens out, a step at a time. The scheduler says what a step computes, the runner computes it, and here
-the two meet the requests.
+"""The engine: requests in, tokens out, a step at a time. The scheduler decides what a step computes, the runner computes it, and
+this file connects both to the requests.
 
-While a GPU computes one step the next is scheduled and launched, so it never waits for the host: what a step picked is read when
-the next is on its way. A sequence that turns out to have ended was then computed once in vain.
+While a GPU computes one step, the next is scheduled and launched, so the GPU never waits for the host: the sampled tokens of a
+step are read after the next step is launched. A sequence that turns out to have ended has then wasted one token of compute.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardwise.serve.under_way import Answer, LaunchedStep, order_of
 
 
 class Engine:
-    """A model that answers requests. `ahead`: launch a step before the one before it is read."""
+    """A model that answers requests. `ahead`: launch a step before the previous one is read."""
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ class Engine:
         host_pages: int = 0,
         draft: Runner | None = None,
     ) -> None:
-        """`draft`: the runner of the small model that guesses, with as many pages and slots."""
+        """`draft`: the runner of the draft model, with the same number of pages and slots."""
         config = runner.model.config
         self.runner, self.seed = runner, seed
         self.vocab, self.max_tokens = config.vocab, runner.longest
-        # The stages of a pipeline work on other sequences each, of which the host is to know the last token; and so is who guesses.
+        # Pipeline stages work on different sequences, whose last tokens the host must know; so must a drafter.
         alone = runner.stages == 1 and settings.speculate == "none"
         self.ahead = alone and (runner.gpu if ahead is None else ahead)
         self.kept = runner.stages - 1 or int(self.ahead)
-        """Steps that are left under way."""
+        """Launched steps that are left unread."""
         self.host_pages = host_pages
         self.pool = PagePool(pages, settings.page_tokens, host_pages, settings.prefix_cache)
         self.scheduler = Scheduler(
@@ -78,7 +78,7 @@ class Engine:
         self.drafts = DraftCounts(settings.draft_tokens if self.drafter else 0)
 
     def reasons(self, request: Request) -> list[str]:
-        """Why a request can never run, a sentence each; empty when it can."""
+        """The reasons why a request can never run, one sentence each; empty if it can run."""
         problems = self.scheduler.reasons(len(request.prompt), request.max_tokens)
         if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < self.vocab:
             problems.append(f"the prompt has tokens that are not below the vocabulary's {self.vocab}")
@@ -104,19 +104,19 @@ class Engine:
         self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
-        """Give a request up: its pages are free at once."""
+        """Abort a request; its pages are free at once."""
         self._end(self.answers.get(request_id, ()), "abort")
 
     def finish(self, request_id: str, index: int) -> None:
-        """End an answer whose reader has seen enough, if it has not ended by itself. The first of several lives on until the others
-        have begun with its prompt."""
+        """End an answer whose reader has seen enough, unless it has already ended. The first of several answers runs on until the
+        others are forked from its prompt."""
         for answer in [a for a in self.answers.get(request_id, ()) if a.index == index]:
             answer.unwanted = True
             if answer.sequence not in self.unforked:
                 self._end([answer], None)
 
     def warm(self) -> None:
-        """Do now what the first requests would otherwise wait for: compile and record the steps of a GPU."""
+        """Do now what the first requests would otherwise wait for: compile kernels and capture CUDA graphs."""
         self.runner.warm(self.scheduler.settings.max_step_tokens)
         if self.drafter is not None:
             self.drafter.warm(self.scheduler.settings.max_step_tokens)
@@ -127,7 +127,7 @@ class Engine:
         return self.scheduler.idle and not self.under_way and not self.outputs
 
     def stats(self) -> Stats:
-        """Figures of this moment."""
+        """Current statistics."""
         pool = self.pool
         return Stats(
             self.scheduler.running, self.scheduler.waiting, pool.pages - 1 - pool.available, pool.pages - 1, pool.queried_tokens,
@@ -136,7 +136,7 @@ class Engine:
         )  # fmt: skip
 
     def step(self) -> list[Output]:
-        """Launch a step and read one; what is new of the answers."""
+        """Launch one step and read one; returns the new outputs."""
         if self.drafter is not None:
             self.drafter.propose(self.scheduler.decoding)
         step = self.scheduler.schedule()
@@ -152,7 +152,7 @@ class Engine:
         return outputs
 
     def _launch(self, step: Step) -> LaunchedStep:
-        """Tell the runner of new sequences and pages, and start it."""
+        """Send new sequences and changed pages to the runner, and launch the step."""
         sampler = self.runner.sampler
         for sequence in step.admitted:
             answer = self.by_sequence[sequence]
@@ -186,7 +186,7 @@ class Engine:
         sequence, start, count = chunk.sequence, chunk.start, chunk.count
         tokens: list[int] | None
         if decoding and count == 1 and sequence.lookahead:
-            tokens = None  # the device picked it
+            tokens = None  # only the device knows the sampled token
         elif decoding:
             tokens = [sequence.tokens[start], *sequence.drafts]
         else:
@@ -194,7 +194,7 @@ class Engine:
         return Row(sequence.slot + 1, start, tokens, count, chunk.samples)
 
     def _masks(self, step: Step, order: list[int]) -> np.ndarray | None:
-        """The tokens that grammars allow next, where there are any."""
+        """Bit masks of the tokens that grammars allow next; None if no sampled sequence has a grammar."""
         if not self.constrained:
             return None
         chunks = [step.chunks[n] for n in order if step.chunks[n].samples]
@@ -212,7 +212,7 @@ class Engine:
         return masks
 
     def _fork(self) -> None:
-        """Further answers begin where the prompt of the first is computed."""
+        """Fork the other answers of a request once the prompt of the first is computed."""
         for sequence, answer in list(self.unforked.items()):
             if sequence.state != "decode":
                 continue
@@ -228,7 +228,7 @@ class Engine:
                 self._end([answer], None)
 
     def _read(self, under_way: LaunchedStep) -> None:
-        """Take in what a step picked."""
+        """Read the sampled tokens of a step."""
         step, launched = under_way.step, under_way.launched
         tokens = launched.read()
         if launched.logits is not None:
@@ -256,13 +256,13 @@ class Engine:
                 self._tell(chunk.sequence, new, known)
 
     def _asked(self, chunk: Chunk) -> list[int | None]:
-        """How many logprobs the client wants of each token picked. Not to be read from the slot: its sequence may have been
-        preempted since, and another be there."""
+        """How many logprobs the client wants for each sampled token. The slot cannot tell: its sequence may have been preempted
+        since, and another sequence may hold it."""
         answer = self.by_sequence.get(chunk.sequence)
         return [None if answer is None else answer.request.sampling.logprobs] * chunk.samples
 
     def _accepted(self, chunk: Chunk, picked: list[int]) -> list[int]:
-        """Of tokens picked after drafts: as many as follow from drafts that were right, and one more."""
+        """The accepted tokens: the leading drafts that match the sampled tokens, and the one sampled after them."""
         drafts = chunk.sequence.drafts[: chunk.samples - 1]
         right = 0
         while right < len(drafts) and picked[right] == drafts[right]:
@@ -272,11 +272,11 @@ class Engine:
         return picked[: right + 1]
 
     def _tell(self, sequence: Sequence, tokens: list[int], logprobs: list[Logprob | None]) -> None:
-        """Output new tokens of an answer, and end it where it ends."""
+        """Output the new tokens of an answer, and end it at a stop token or at its length limit."""
         answer = self.by_sequence[sequence]
         request = answer.request
         finish: Finish | None = None
-        if -1 in tokens:  # there was nothing to pick from
+        if -1 in tokens:  # no token could be sampled from the logits
             self._end([answer], "abort")
             return
         stops = frozenset() if request.ignore_end else request.stop_tokens
@@ -324,7 +324,7 @@ class Engine:
         return answer.request.sampling.prompt_logprobs is not None and chunk.start < chunk.sequence.prompt - 1
 
     def _read_prompts(self, under_way: LaunchedStep) -> None:
-        """The logprobs of the tokens of prompts."""
+        """Compute the logprobs of prompt tokens."""
         assert under_way.launched.logits is not None
         first = 0
         for n in under_way.order:
@@ -339,7 +339,7 @@ class Engine:
             following = chunk.sequence.tokens[
                 chunk.start + 1 : min(chunk.start + chunk.count + 1, chunk.sequence.prompt)
             ]
-            # After a preemption a prompt is computed again, perhaps in other chunks.
+            # A preempted prompt is recomputed, perhaps in other chunks.
             known = max(0, len(answer.prompt_logprobs) - 1 - chunk.start)
             following, logits = following[known:], logits[known : len(following)]
             if not following:
@@ -354,7 +354,8 @@ class Engine:
 def engine_of(
     model: Transformer, run: Run, ahead: bool | None = None, longest: int = 0, draft: Transformer | None = None
 ) -> Engine:
-    """An engine for a model in the memory of one device, and one that guesses, with as many pages as the plan leaves room for."""
+    """An engine on one device, for a model in memory and an optional draft model, with as many pages as the plan leaves room
+    for."""
     run = replace(run, layout=LayoutConfig())
     kept = keep_weights(model, run.serve.weights, run.serve.head)
     memory = memory_of(run, next(model.parameters()).device, weights=kept)
@@ -364,7 +365,7 @@ def engine_of(
 
 
 def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:
-    """An engine on one device for a checkpoint folder, in the dtype and with the settings of a run, whatever it was trained on."""
+    """An engine on one device for a checkpoint folder, with the dtype and settings of a run, whatever layout it was trained on."""
     check_served(run)
     from shardwise.checkpoint.weights import load_model
     from shardwise.model.device import choose_device

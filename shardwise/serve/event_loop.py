@@ -1,4 +1,4 @@
-"""An event loop for the server and its clients: uvloop's where it is installed, which does twice as many requests a second."""
+"""An event loop for the server and its clients: uvloop where it is installed, which handles twice as many requests a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 def run_in_loop(work: Coroutine[Any, Any, Result]) -> Result:
-    """What some work results in, in a loop of its own."""
+    """Run a coroutine in a new event loop and return its result."""
     try:
         import uvloop
 

@@ -1,4 +1,4 @@
-"""Text from an engine without a server: some prompts, continued together."""
+"""Text from an engine without a server: continues several prompts together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.serve.service import Engine
 
 @dataclass
 class Continued:
-    """What became of a prompt."""
+    """The continuation of one prompt."""
 
     tokens: list[int]
     text: str = ""
@@ -29,11 +29,11 @@ def continue_prompts(
     tokenizer: Tokenizer,
     stop: Sequence[str] = (),
 ) -> list[Continued]:
-    """Continue each prompt by at most `max_tokens`, up to the end of the text or to one of the texts of `stop`, which are left out.
-    The draws of each are its own, whoever is beside it."""
+    """Continue each prompt by at most `max_tokens`, up to the end token or to one of the stop strings in `stop`, which are left
+    out. The random draws of a prompt do not depend on the other prompts."""
     found = [Continued([]) for _ in prompts]
     for n, prompt in enumerate(prompts):
-        # A seed for each: the same prompt twice is to give two answers.
+        # Each prompt has its own seed, so the same prompt twice gets two different answers.
         own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + (n << 32))
         engine.add(Request(str(n), tuple(prompt), max_tokens, own, stop_tokens=frozenset({tokenizer.end})))
     while not engine.idle:

@@ -1,8 +1,9 @@
-"""Answers of a given form: JSON of a schema, a regular expression, one of some texts, or a context-free grammar.
+"""Structured outputs: JSON of a schema, a regular expression, one of several choices, or a context-free grammar.
 
-llguidance follows the text byte by byte and says which tokens may come next; the engine asks before each token and tells the one
-it took. It is chosen because it needs neither torch nor a download, computes a mask in some 50 µs whatever the schema, and
-refuses what it does not know instead of leaving it out. Its work is bounded, so that a schema cannot stop the engine.
+llguidance follows the text byte by byte and computes which tokens may come next. The engine asks for the mask before each token
+and reports the sampled token. llguidance was chosen because it needs neither torch nor a download, computes a mask in some 50 µs
+whatever the schema, and refuses what it does not support instead of ignoring it. Its work is bounded, so that a schema cannot stop
+the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shardwise.run.problems import install
 
 _BEFORE = "\x02"
 Kind = Literal["json", "regex", "choice", "grammar"]
-# Blanks in JSON are as the model likes them, but a model must not be able to write nothing else.
+# The model may choose the whitespace in JSON, but must not be able to write whitespace forever.
 _JSON = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\r\n]{0,32}"}
 _LIMITS = {
     "max_items_in_row": 500,
@@ -37,45 +38,45 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Form:
-    """What an answer must look like: a kind, and the schema, expression, texts or grammar (Lark's notation)."""
+    """The form an answer must have: a kind, and the schema, expression, choices or grammar (in Lark's notation)."""
 
     kind: Kind
     value: Any
 
 
 class TokenGrammar:
-    """A form, followed along one answer: the engine's `Grammar`."""
+    """The state of a form along one answer: the engine's `Grammar`."""
 
     def __init__(self, matcher: Any, vocab: int, form: Form) -> None:
         self._matcher, self.form = matcher, form
         self._words = np.zeros((vocab + 31) // 32, dtype=np.int32)
 
     def allowed(self) -> NDArray[np.int32]:
-        """A bit for each token that may come next; in an array that the next call overwrites. Once the form is complete, or where
-        its limits are reached, those are the tokens that end an answer."""
+        """One bit for each token that may come next, in an array that the next call overwrites. Once the form is complete, or
+        where its limits are reached, only the tokens that end an answer are allowed."""
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         return self._words
 
     def accept(self, token: int) -> None:
-        """Go on after a token."""
+        """Advance by a token."""
         self._matcher.consume_token(token)
 
     def copy(self) -> TokenGrammar:
-        """Another that goes on from here."""
+        """A copy in the same state."""
         return TokenGrammar(self._matcher.deep_copy(), 32 * len(self._words), self.form)
 
 
 class Grammars:
-    """Makes grammars over the tokens of one model."""
+    """Builds grammars over the vocabulary of one model."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, ends: Iterable[int]) -> None:
-        """`vocab` is the model's, `ends` are the tokens that end an answer."""
+        """`vocab` is the model's vocabulary size, `ends` are the tokens that end an answer."""
         self._source = tokenizer
         self._vocab = vocab
         self._ends = sorted(token for token in ends if token < vocab)
 
     def make(self, form: Form, count: int) -> tuple[TokenGrammar, ...]:
-        """A grammar for each of some answers; raises `UserError` with what is wrong with the form."""
+        """One grammar for each of `count` answers; raises `UserError` with the mistake in the form."""
         library = _library()
         grammar = _grammar(library, form)
         limits = library.LLParserLimits(**_LIMITS)
@@ -94,7 +95,7 @@ class Grammars:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance asks for one."""
+    """A tokenizer with the interface that llguidance expects."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         self.eos_token_id = tokenizer.end
@@ -105,8 +106,8 @@ class _Vocabulary:
         self._encode = tokenizer.encode
 
     def __call__(self, text: bytes) -> list[int]:
-        """The tokens of a text inside of another. What stands before it is a control character, which merges with nothing: at the
-        beginning of a text, sentencepiece would put a blank before it."""
+        """The tokens of a text in the middle of another. A control character is put before it, which merges with nothing: at the
+        beginning of a text, sentencepiece would insert a space."""
         tokens = self._encode(_BEFORE + text.decode("utf-8", errors="replace"))
         for at in range(min(4, len(tokens)), -1, -1):
             if b"".join(self.tokens[token] for token in tokens[at:]) == text:
@@ -115,7 +116,7 @@ class _Vocabulary:
 
     @cached_property
     def _bytes(self) -> dict[int, int]:
-        """Tokens of single bytes, for what a tokenizer does not give back as it was."""
+        """Single-byte tokens, for text that the tokenizer does not reproduce exactly."""
         return {piece[0]: token for token, piece in enumerate(self.tokens) if len(piece) == 1}
 
 
@@ -130,7 +131,7 @@ def _library() -> Any:
 
 
 def _grammar(library: Any, form: Form) -> str:
-    """The form as llguidance writes it."""
+    """The form in llguidance's notation."""
     matcher = library.LLMatcher
     try:
         if form.kind == "json":

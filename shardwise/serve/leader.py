@@ -1,12 +1,11 @@
-"""The ranks of one engine: the first schedules, and what it asks of its runner the runners of the others do too.
+"""The ranks of one engine: the first schedules, and the runners of the others repeat every call to its runner.
 
-A step is one message to each of the others, with all that is asked since the last: which slots were given to whom, which pages
-changed, what to swap and copy, and the rows to compute. The ranks then meet in the collectives of the forward pass. Tensor ranks
-pick the same tokens from the same logits; of a pipeline's stages the first rank has the last one, so what is picked is known where
-the scheduler is.
+A step is one message to each of the other ranks, with all calls since the last step: slot assignments, changed pages, swaps and
+copies, and the rows to compute. The ranks then meet in the collectives of the forward pass. Tensor ranks sample the same tokens
+from the same logits. The first rank holds the last pipeline stage, so the sampled tokens are known where the scheduler is.
 
-A CPU computes where it is called, and would keep the scheduler from the next step while it waits for the stages before its own. So
-there, the first rank computes its part of a step when it is read.
+A CPU computes synchronously: waiting for the earlier stages would keep the scheduler from the next step. So on CPUs the first rank
+computes its stage of a step only when the step is read.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from shardwise.serve.request import Sampling
 from shardwise.serve.runner import Launched, Row, Runner
 
 Calls = list[tuple[str, tuple[Any, ...]]]
-"""Methods of a runner, or of its sampler where they begin with a dot, and their arguments."""
+"""Methods of a runner, or of its sampler if they begin with a dot, and their arguments."""
 
 
 class Leader:
-    """What an engine has for a runner, where several ranks have one each."""
+    """Stands in for an engine's runner where several ranks have one each."""
 
     def __init__(self, runner: Runner, followers: Sequence[Connection], stages: int = 1) -> None:
         self.runner, self.followers, self.stages = runner, followers, stages
@@ -37,22 +36,22 @@ class Leader:
         self.later: deque[tuple[Calls, _Later]] = deque()
 
     def set_pages(self, changes: Sequence[tuple[int, int, int]]) -> None:
-        """As a runner's."""
+        """Same as the runner's; sent with the next step."""
         if changes:
             self.asked.append(("set_pages", (changes,)))
 
     def swap(self, out: Sequence[tuple[int, int]], back: Sequence[tuple[int, int]], host_pages: int) -> None:
-        """As a runner's."""
+        """Same as the runner's; sent with the next step."""
         if out or back:
             self.asked.append(("swap", (out, back, host_pages)))
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """As a runner's."""
+        """Same as the runner's; sent with the next step."""
         if pairs:
             self.asked.append(("copy_pages", (pairs,)))
 
     def launch(self, rows: list[Row], masks: np.ndarray | None = None, keep_logits: bool = False) -> Launched:
-        """As a runner's, on all ranks."""
+        """Same as the runner's, on all ranks."""
         calls = self._tell("launch", (rows, masks, keep_logits))
         if self.stages == 1 or self.gpu:
             return perform(self.runner, calls)
@@ -61,11 +60,11 @@ class Leader:
         return later
 
     def warm(self, step_tokens: int) -> None:
-        """As a runner's, on all ranks."""
+        """Same as the runner's, on all ranks."""
         perform(self.runner, self._tell("warm", (step_tokens,)))
 
     def close(self) -> None:
-        """Let the other ranks go."""
+        """Tell the other ranks to end."""
         for connection in self.followers:
             connection.send_bytes(pickle.dumps(None))
 
@@ -78,24 +77,24 @@ class Leader:
 
 
 def _packed(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a launch, with rows as plain tuples: a fraction of the work to send."""
+    """The arguments of a launch, with rows as plain tuples, which cost a fraction to send."""
     rows, *rest = arguments
     return [(row.slot, row.start, row.tokens, row.count, row.samples) for row in rows], *rest
 
 
 class _ToldSampler:
-    """The sampler of a leader: what slots are given is told with the step."""
+    """The sampler of a leader: slot assignments are sent with the next step."""
 
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
 
     def assign(self, slot: int, sampling: Sampling, seed: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
-        """As a sampler's."""
+        """Same as the sampler's."""
         self._leader.asked.append((".assign", (slot, sampling, seed, list(prompt), list(generated))))
 
 
 class _Later(Launched):
-    """A step that the other stages have begun, to be computed here when it is read."""
+    """A step that the other stages have begun; this rank computes it when it is read."""
 
     def __init__(self, leader: Leader) -> None:
         super().__init__(None)
@@ -111,7 +110,7 @@ class _Later(Launched):
 
 
 def perform(runner: Runner, calls: Calls) -> Launched:
-    """Do what was asked; gives what the last call, a launch, has made."""
+    """Make the calls; returns the result of the last one if it is a launch."""
     made = Launched(None)
     for name, arguments in calls:
         if name == "launch":
@@ -124,7 +123,7 @@ def perform(runner: Runner, calls: Calls) -> Launched:
 
 
 def follow(runner: Runner, leader: Connection) -> None:
-    """Do what the first rank does, until it lets go."""
+    """Repeat the calls of the first rank, until it says to end."""
     while (calls := pickle.loads(leader.recv_bytes())) is not None:
         name, arguments = calls[-1]
         if name == "launch":

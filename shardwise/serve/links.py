@@ -1,9 +1,9 @@
-"""How the ranks of a server reach each other besides collectives: the first rank of each replica tells its others what to compute,
-and the first of all tells the replicas what to answer.
+"""Connections between the ranks of a server besides collectives: the first rank of each replica sends its other ranks what to
+compute, and rank 0 sends requests to the replicas.
 
-Connections and not collectives, because a server may have nothing to say for days, and because the end of a process ends them: a
-rank that is lost is known at once, also where a collective would wait for it. The ranks find each other through their process
-group, which also brings the key that lets them in.
+They are connections and not collectives because a server may be idle for days, and because they close when a process ends: a lost
+rank is noticed at once, also where a collective would wait for it. The ranks find each other through their process group, which
+also distributes the key that authenticates them.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ END = "end"
 
 
 class Links:
-    """The connections of this rank. Every rank makes them, at the same time."""
+    """The connections of this rank. All ranks make them at the same time."""
 
     def __init__(self, place: ServingRank, meet: str) -> None:
-        """`meet` is where the ranks met first, an address that all of them reach."""
+        """`meet` is the address where the ranks first met, which all of them can reach."""
         self.place, world = place, place.layout.world
         self.followers: list[Connection] = []
-        """Of the first rank of a replica: to its others."""
+        """On the first rank of a replica: to its other ranks."""
         self.leader: Connection | None = None
-        """Of those: to the first."""
+        """On those other ranks: to the first."""
         self.replicas: list[Connection] = []
-        """Of the first rank of all: to the first of each other replica, in order."""
+        """On rank 0: to the first rank of each other replica, in order."""
         self.requests: Connection | None = None
-        """Of those: to the first of all."""
+        """On those first ranks: to rank 0."""
         self._lives: dict[int, Connection] = {}
         leads, first = place.rank == place.leader, place.rank == 0
         key = secrets.token_bytes(32)
@@ -75,13 +75,13 @@ class Links:
         threading.Thread(target=self._watch, name="lives", daemon=True).start()
 
     def close(self) -> None:
-        """Said by the first rank: all is done, and that a rank ends from now on is no fault."""
+        """Called on rank 0: the server is done, and from now on the end of a rank is no error."""
         self._ending = True
         for connection in self._lives.values():
             connection.send(END)
 
     def _watch(self) -> None:
-        """End this process when another has ended that it cannot do without, whatever this one waits for."""
+        """End this process when a rank that it needs has ended, whatever this process is waiting for."""
         living = {connection.fileno(): rank for rank, connection in self._lives.items()}
         while living:
             for file in wait(list(living)):
@@ -106,14 +106,14 @@ def _own_address(meet: str) -> str:
 
 
 def _sent_at_once(connection: Connection) -> Connection:
-    """Small messages are not to wait for the acknowledgement of those before them."""
+    """Disable Nagle's algorithm: small messages must not wait for the acknowledgement of earlier ones."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
 def lowest(values: Sequence[int]) -> list[int]:
-    """The lowest of each number over all ranks."""
+    """The minimum of each number over all ranks."""
     import torch
 
     made = torch.tensor(values)

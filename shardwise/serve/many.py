@@ -1,7 +1,8 @@
-"""An engine on several ranks: tensor, pipeline and expert ranks of a replica, and replicas (`run/served.py` says who is who).
+"""An engine on several ranks: the tensor, pipeline and expert ranks of a replica, and replicas (`run/served.py` assigns the
+roles).
 
-Every rank reads its share of the weights and has the pages that the plan gives it. Then the first rank has an engine like any
-other, and the others do what it asks of them.
+Every rank reads its shard of the weights and has the number of pages that the plan allows. The first rank then has an engine like
+any other, and the others repeat the calls to its runner.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ def engine_of_ranks(
     remake: Remake | None = None,
     warm: bool = False,
 ) -> Iterator[Engine | Replicas | None]:
-    """An engine for a checkpoint folder on the first rank, while the block runs; None on the others, when the first has left it.
-    Called on all ranks, which met at an address, `here` of them on this machine. `remake` makes the grammars of requests."""
+    """An engine for a checkpoint folder on the first rank, while the block runs; None on the others, after the first has left it.
+    Called on all ranks, which met at the address `meet`; `here` of them are on this machine. `remake` makes the grammars of
+    requests."""
     check_served(run)
     peers = Peers(run.layout, run.serve.invariant)
     dtype, exact = getattr(torch, run.train.dtype), exactly_read(run, device)
     model = load_share(folder, dtype, device, served_layers(run), peers, exact)
-    # Only over gloo do ranks share a GPU; those of a machine share its memory.
+    # Ranks share a GPU only over gloo; CPU ranks of one machine share its memory.
     devices = 1 if device.type == "cpu" else here if peers.recordable else torch.cuda.device_count()
     kept = keep_weights(model, run.serve.weights, run.serve.head)
     memory = memory_of(run, device, -(-here // devices), kept)
@@ -67,12 +69,12 @@ def taking_part(
     warm: bool = False,
     draft: Runner | None = None,
 ) -> Iterator[Engine | Replicas | None]:
-    """The same of ranks that have their runners, and so many pages on device and host each; the first of each replica has the
-    runner of the model that guesses, too."""
+    """The same for ranks that already have their runners, each with `pages` on the device and `swapped` on the host. The first
+    rank of each replica also has the runner of the draft model."""
     assert runner.peers is not None
     place = runner.peers.place
     links = Links(place, meet)
-    # What is here now stays; looking through it again and again would hold up steps.
+    # Objects that are alive now stay alive; scanning them in every garbage collection would delay steps.
     gc.collect()
     gc.freeze()
     if links.leader is not None:
@@ -84,7 +86,7 @@ def taking_part(
     if warm:
         engine.warm()
     if links.requests is not None:
-        links.requests.send((engine.outputs, engine.stats(), 0))  # it is ready
+        links.requests.send((engine.outputs, engine.stats(), 0))  # this replica is ready
         answer_requests(engine, links.requests, remake)
         leader.close()
         yield None

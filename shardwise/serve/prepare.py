@@ -1,4 +1,4 @@
-"""What is there before an engine: room for its pages, as the plan gives it, and a runner; and what no engine does is refused."""
+"""Prepares an engine: the memory for its pages, as planned, and its runner. Runs that no engine can serve are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Made = TypeVar("Made", bound=Runner)
 
 
 def check_served(run: Run) -> None:
-    """Raise what a run asks for that no engine does."""
+    """Raise every setting of a run that no engine supports."""
     problems = []
     if run.model.scores:
         problems.append(Problem("is a reward model, which gives a score and no tokens", "model.scores"))
@@ -42,7 +42,8 @@ def check_served(run: Run) -> None:
 
 
 def memory_of(run: Run, device: torch.device, sharing: int = 1, weights: int = 0) -> ServingMemory:
-    """What the plan gives each owner of a device's memory, which so many ranks may share. `weights`: the bytes of packed ones."""
+    """The planned memory of a rank on a device that `sharing` ranks share. `weights`: the bytes of all weights if some are
+    quantized, otherwise 0."""
     chip, total = CHIPS["cpu"], device_bytes(CHIPS["cpu"])
     if device.type == "cuda":
         chip = chip_of_driver_name(torch.cuda.get_device_name(device)) or CHIPS[LENDER]
@@ -59,7 +60,7 @@ def memory_of(run: Run, device: torch.device, sharing: int = 1, weights: int = 0
 
 
 def load_draft(run: Run, device: torch.device) -> Transformer | None:
-    """The model that guesses, with its weights; None where the run has none."""
+    """The draft model with its weights; None if the run has none."""
     if run.serve.speculate != "draft":
         return None
     if run.serve.draft in PRESETS:
@@ -76,7 +77,7 @@ def load_draft(run: Run, device: torch.device) -> Transformer | None:
 
 
 def draft_runner_of(model: Transformer | None, run: Run, pages: int, longest: int = 0) -> Runner | None:
-    """A runner for the model that guesses: whole on this device, with as many pages and slots as the large one has."""
+    """A runner for the draft model: unsharded on this device, with as many pages and slots as the large model."""
     draft = draft_run(run)
     if model is None or draft is None:
         return None
@@ -88,21 +89,21 @@ def draft_runner_of(model: Transformer | None, run: Run, pages: int, longest: in
         raise UserError(Problem(reason, "serve.draft"))
     return runner_of(
         model, draft, pages, longest, guesses=1
-    )  # it computes what was accepted and what it guessed, often two
+    )  # it computes the accepted tokens that are new to it, often two
 
 
 def runner_of(
     model: Transformer, run: Run, pages: int, longest: int = 0, peers: Peers | None = None, guesses: int = 0
 ) -> Runner:
-    """A runner for a model in memory. Sequences have at most as many tokens as the model has positions, or as `longest` says:
-    rotary ones go on beyond what was trained."""
+    """A runner for a model in memory. Sequences have at most as many tokens as the model has positions, or `longest`: rotary
+    positions go on beyond the trained length."""
     return runner_of_kind(Runner, model, run, pages, longest, peers, guesses)
 
 
 def runner_of_kind(
     kind: type[Made], model: Transformer, run: Run, pages: int, longest: int, peers: Peers | None, guesses: int = 0
 ) -> Made:
-    """The same, of a kind of runner."""
+    """The same, for a given class of runner."""
     if run.serve.invariant and not model.invariant:
         make_invariant(model)
     dtypes = {"fp8": torch.float8_e4m3fn}

@@ -1,7 +1,7 @@
-"""Several engines that are one: each replica steps by itself, and requests are dealt out among them (`router.py`).
+"""Several engines behind the interface of one: each replica steps by itself, and requests are routed among them (`router.py`).
 
-The engine of the first replica runs in a thread of this process, those of the others in processes of their own, perhaps on other
-machines. Each is told what to do over a connection, and tells after each step what is new.
+The engine of the first replica runs in a thread of this process, the others in their own processes, perhaps on other machines.
+Each gets its commands over a connection, and sends its new outputs after each step.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from shardwise.serve.router import Router
 from shardwise.serve.stats import Stats
 
 LISTEN_SECONDS = 0.002
-"""How long a step waits for news before it looks for new requests."""
+"""How long a step waits for outputs before it looks for new requests."""
 Remake = Callable[[Form, int], tuple[Grammar, ...]]
-"""Grammars of a form, one for each of some answers."""
+"""Makes the grammars of a form, one for each of several answers."""
 
 
 class InProcess:
-    """An end of a connection between threads: as a `Connection`, but what is sent is handed over as it is."""
+    """One end of a connection between threads: like a `Connection`, but objects are passed without pickling."""
 
     def __init__(self, pipe: Connection, sent: deque[Any], received: deque[Any]) -> None:
         self._pipe, self._sent, self._received = pipe, sent, received
 
     def send(self, message: Any) -> None:
-        """Hand something over."""
+        """Send an object."""
         self._sent.append(message)
         self._pipe.send_bytes(b"1")
 
     def recv(self) -> Any:
-        """What was handed over, in order; waits for it."""
+        """The next object that was sent, in order; waits for it."""
         self._pipe.recv_bytes()
         return self._received.popleft()
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether there is something."""
+        """Whether there is an object to receive."""
         return self._pipe.poll(timeout)
 
     def fileno(self) -> int:
-        """What becomes readable."""
+        """The file descriptor that becomes readable."""
         return self._pipe.fileno()
 
     def close(self) -> None:
-        """The other end reads its end."""
+        """Close this end; the other then reads the end of the file."""
         self._pipe.close()
 
 
@@ -61,13 +61,13 @@ Channel = Connection | InProcess
 
 
 def in_process() -> tuple[InProcess, InProcess]:
-    """Two ends."""
+    """Both ends of a new connection."""
     (one, other), here, there = Pipe(), deque[Any](), deque[Any]()
     return InProcess(one, here, there), InProcess(other, there, here)
 
 
 def answer_requests(engine: Engine, channel: Channel, remake: Remake | None = None) -> None:
-    """Be a replica: do what the channel says, and tell it what is new after each step, until it says to end."""
+    """Act as a replica: run the commands of the channel and send the new outputs after each step, until told to end."""
     obeyed = 0
     while True:
         refused: list[Output] = []
@@ -82,12 +82,12 @@ def answer_requests(engine: Engine, channel: Channel, remake: Remake | None = No
             else:
                 getattr(engine, name)(*arguments)
             if engine.idle:
-                break  # say so
+                break  # report it
         channel.send((refused + engine.step(), engine.stats(), obeyed))
 
 
 def _add(engine: Engine, request: Request, form: Form | None, remake: Remake | None) -> list[Output]:
-    """Outputs that say so if it can never run, which who sent it has asked before."""
+    """Add a request. If it can never run, which its sender has checked, returns outputs that say so."""
     if form is not None and remake is not None:
         request = replace(request, grammars=remake(form, request.n))
     try:
@@ -101,14 +101,14 @@ class Replicas:
     """An engine (as `service.py` sees one) made of several."""
 
     def __init__(self, first: Engine, others: Sequence[Channel]) -> None:
-        """`others` lead to processes that answer requests."""
+        """`others`: connections to processes that run `answer_requests`."""
         here, there = in_process()
         self.vocab, self.max_tokens = first.vocab, first.max_tokens
         self.first = first
         self.channels: list[Channel] = [here, *others]
         self.router = Router(len(self.channels), first.pool.page_tokens, first.pool.pages, first.pool.prefix_cache)
         self.where: dict[str, tuple[int, set[int]]] = {}
-        """The replica of a request, and which of its answers have not ended."""
+        """The replica of each request, and its answers that have not ended."""
         self.told = [0] * len(self.channels)
         self.obeyed = [0] * len(self.channels)
         self.figures = [first.stats()] * len(self.channels)
@@ -125,27 +125,27 @@ class Replicas:
         replica = self.router.choose(request.prompt, request.n)
         self.where[request.id] = replica, set(range(request.n))
         form = None
-        if replica and request.grammars:  # a grammar follows one text, and cannot be sent
+        if replica and request.grammars:  # a grammar holds the state of one text, and cannot be sent
             form = getattr(request.grammars[0], "form", None)
             request = replace(request, grammars=())
         self._tell(replica, "add", request, form)
 
     def abort(self, request_id: str) -> None:
-        """Give a request up; an output says so for each unfinished answer."""
+        """Abort a request; each unfinished answer gets an output that says so."""
         if request_id in self.where:
             self._tell(self.where[request_id][0], "abort", request_id)
 
     def finish(self, request_id: str, index: int) -> None:
-        """End an answer whose reader has seen enough, if it has not ended by itself; no output follows."""
+        """End an answer whose reader has seen enough, unless it has already ended; no output follows."""
         if request_id in self.where:
             self._tell(self.where[request_id][0], "finish", request_id, index)
             self._ended(request_id, index)
 
     def warm(self) -> None:
-        """Every replica does so itself, before it is one of several."""
+        """Nothing to do: every replica warms up by itself, before it becomes one of several."""
 
     def step(self) -> list[Output]:
-        """What is new of the answers of all, or nothing after a moment."""
+        """The new outputs of all replicas, or nothing after a short wait."""
         found: list[Output] = []
         files = {channel.fileno(): replica for replica, channel in enumerate(self.channels)}
         for file in wait(list(files), LISTEN_SECONDS):
@@ -160,7 +160,7 @@ class Replicas:
         return found
 
     def _news(self, outputs: list[Output]) -> list[Output]:
-        """Those of answers that had not ended."""
+        """The outputs of answers that had not ended."""
         found = [output for output in outputs if output.index in self.where.get(output.request, (0, set()))[1]]
         for output in found:
             if output.finish is not None:
@@ -173,11 +173,11 @@ class Replicas:
         return not self.where and self.told == self.obeyed
 
     def stats(self) -> Stats:
-        """Figures of all together."""
+        """The summed statistics of all replicas."""
         return Stats.together(self.figures)
 
     def close(self) -> None:
-        """Let the replicas go."""
+        """Tell the replicas to end."""
         for channel in self.channels:
             channel.send(None)
         self._thread.join()
@@ -198,6 +198,6 @@ class Replicas:
 def _answer_here(engine: Engine, channel: InProcess) -> None:
     try:
         answer_requests(engine, channel)
-    except BaseException:  # whatever it is, the other end must hear of it
+    except BaseException:  # whatever it is, the other end must notice
         traceback.print_exc()
         channel.close()

@@ -1,9 +1,10 @@
-"""Computes a step of the scheduler on one device: the new tokens of all its sequences in one forward pass, then the next tokens.
+"""Computes a step of the scheduler on one device: one forward pass over the new tokens of all its sequences, then the sampling of
+their next tokens.
 
-Every sequence that runs has a slot. On the device lie, by slot, the pages it uses and the token it was given last; so a step that
-only decodes needs to be told no more than slots and positions, and the next step can be launched before the host has seen what this
-one picked. On a GPU such steps are recorded once for some batch sizes, as CUDA graphs, and replayed: launching their kernels one by
-one would take longer than running them.
+Every running sequence has a slot. The device keeps the page table and the last sampled token of each slot. So a decode-only step
+needs nothing from the host but slots and positions, and the next step can be launched before the host has seen the sampled tokens.
+On a GPU such steps are captured once for several batch sizes, as CUDA graphs, and replayed: launching their kernels one by one
+would take longer than running them.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ if TYPE_CHECKING:
 
 
 SHORT = (2, 15, 31, 63, 127, 255)
-"""Tokens of prompts beside a token of another sequence, for which packed matrices have kernels of their own."""
+"""Prompt tokens that `warm` computes beside one decoding token: quantized matrices have a different kernel for each."""
 
 BESIDE = 40
-"""Sequences that decode beside prompts in a step that is run to compile what such steps use."""
+"""Decoding sequences in the step that `warm` runs to compile the kernels of mixed steps."""
 
 Recorded = tuple[Callable[[], None], Tensor, Tensor, Tensor, Tensor]
-"""A step to replay: how, its inputs, and the logits and tokens that it makes, each in its own memory."""
+"""A captured step: its replay function, its inputs, and the logits and tokens that it makes, each in static memory."""
 PICKED = -1
-"""In the place of a token: the one that was picked last, which only the device knows."""
+"""Stands for the token that was sampled last, which only the device knows."""
 
 
 @dataclass(slots=True)
@@ -46,20 +47,21 @@ class Row:
 
     slot: int
     start: int
-    """Tokens kept before."""
+    """Tokens of the sequence that are in the KV cache already."""
     tokens: Sequence[int] | None
-    """The new tokens; None: the one that was picked for it last, which only the device knows yet."""
+    """The new tokens; None: the token sampled last, which only the device knows yet."""
     count: int
     samples: int
-    """For how many of them, the last ones, the next token is picked: all of them where they are a token and guesses to verify."""
+    """How many of the new tokens, counted from the end, sample a next token: all of them if they are a token and drafts to
+    verify."""
 
     @property
     def single(self) -> bool:
-        """Whether its tokens are computed as those of as many sequences of one token each, which see each other."""
+        """Whether its tokens are computed as rows of one token each, which attend to each other."""
         return self.count in (1, self.samples)
 
     def singles(self) -> list[Row]:
-        """A row for each token."""
+        """One row for each token."""
         if self.count == 1 or self.tokens is None:
             return [self]
         first = self.count - self.samples
@@ -68,19 +70,19 @@ class Row:
 
 @dataclass
 class Launched:
-    """A step under way."""
+    """A launched step."""
 
     picked: Picked | None
-    """Of each row that samples, one after the other."""
+    """The sampled tokens of all rows that sample, one row after the other."""
     slots: list[int] = field(default_factory=list)
     logits: Tensor | None = None
-    """Of all new tokens, where a prompt's logprobs were asked for."""
+    """Logits of all new tokens, if a prompt's logprobs were asked for."""
     done: torch.cuda.Event | None = None
     tokens: Tensor | None = None
-    """What was picked, on the host once the step is done."""
+    """The sampled tokens, on the host once the step is done."""
 
     def read(self) -> list[int]:
-        """The tokens picked; waits for them."""
+        """The sampled tokens; waits for them."""
         if self.tokens is None:
             return []
         if self.done is not None:
@@ -89,14 +91,14 @@ class Launched:
 
 
 def guesses(rows: Sequence[Row]) -> list[Sequence[int]]:
-    """Of each token that a step picks, the guesses it follows; nothing where there are none."""
+    """For each sampled token, the drafts before it; an empty list if no row has drafts."""
     if all(row.samples < 2 for row in rows):
         return []
     return [() if row.tokens is None else row.tokens[1 : n + 1] for row in rows for n in range(row.samples)]
 
 
 def sampled(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
-    """The slots for which a step picks tokens, and the position of each."""
+    """The slots for which a step samples tokens, and the position of each sampled token."""
     if all(row.samples == row.count == 1 for row in rows):
         return [row.slot for row in rows], [row.start + 1 for row in rows]
     slots: list[int] = []
@@ -109,16 +111,17 @@ def sampled(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
 
 
 class Runner:
-    """A model with its pages, slots and sampler. Page 0 and slot 0 belong to no one: padding uses them."""
+    """A model with its KV cache, slots and sampler. Page 0 and slot 0 belong to no sequence: padding uses them."""
 
     stages = 1
-    """Steps that are computed at a time, by the stages of a pipeline."""
+    """Steps that are computed at the same time, one in each pipeline stage."""
 
     def __init__(
         self, model: Transformer, pages: int, page_tokens: int, sequences: int, longest: int, kv_dtype: torch.dtype,
         peers: Peers | None = None, drafts: int = 0,
     ) -> None:  # fmt: skip
-        """`peers`: the ranks that hold the other parts of the model. `drafts`: guesses of a sequence that a step verifies."""
+        """`peers`: the ranks that hold the other shards of the model. `drafts`: draft tokens of a sequence that one step
+        verifies."""
         self.model, self.longest, self.page_tokens, self.peers = model, longest, page_tokens, peers
         self.device = next(model.parameters()).device
         self.sequences = sequences
@@ -143,18 +146,18 @@ class Runner:
         self.drafts, self.sizes, self.shared_sizes = drafts, graph_sizes(sequences), shared_sizes(sequences, drafts)
         self.pool: Any = None
         self.graphs: dict[tuple[int, bool], Recorded] = {}
-        """By rows, and by whether some are of one sequence."""
+        """Captured steps, by number of rows and by whether several rows belong to one sequence."""
         self.read_by_graphs: list[Tensor] = []
-        """What recorded kernels read beside their inputs: has to live as long as they do."""
+        """Tensors that captured kernels read besides their inputs; they must live as long as the graphs."""
 
     def set_pages(self, changes: Sequence[tuple[int, int, int]]) -> None:
-        """(slot, index, page): pages that sequences use from now on."""
+        """Update the page table with (slot, index, page): pages that sequences use from now on."""
         if changes:
             made = self.send(np.asarray(changes, np.int64).T)
             self.table[made[0], made[1]] = made[2].int()
 
     def swap(self, out: Sequence[tuple[int, int]], back: Sequence[tuple[int, int]], host_pages: int) -> None:
-        """Move pages to the host's memory, which has room for so many, and pages from there back."""
+        """Copy pages `out` to host memory, which has room for `host_pages`, and others `back` to the device."""
         if not out and not back:
             return
         tensors = self.cache.tensors()
@@ -167,15 +170,15 @@ class Runner:
                 device[page].copy_(host[kept], non_blocking=True)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages, from and to."""
+        """Copy pages; each pair is (from, to)."""
         if pairs:
             made = self.send(np.asarray(pairs, np.int64).T)
             self.cache.copy(made[0], made[1])
 
     @torch.inference_mode()
     def launch(self, rows: list[Row], masks: np.ndarray | None = None, keep_logits: bool = False) -> Launched:
-        """Compute a step, rows with one new token or with guesses first; returns while the device works. `masks`: the bits of
-        tokens allowed."""
+        """Launch a step, in which rows with one new token or with drafts come first; returns while the device works. `masks`: the
+        bits of the allowed tokens."""
         behind = guesses(rows)
         recorded = self._recorded(rows) if self.records and not keep_logits else None
         if any(row.count > 1 for row in rows):
@@ -217,7 +220,7 @@ class Runner:
         return launched
 
     def _mixed(self, rows: list[Row], decodes: int, keep_logits: bool) -> Tensor | tuple[Tensor, Tensor]:
-        """Any step, launched kernel by kernel: the logits of the tokens sampled after, or what a stage hands on."""
+        """Any step, launched kernel by kernel: returns the logits to sample from, or the residual stream that a stage sends on."""
         counts = np.asarray([row.count for row in rows], np.int32)
         starts = np.asarray([row.start for row in rows], np.int32)
         ends = counts.cumsum(dtype=np.int32)
@@ -233,7 +236,7 @@ class Runner:
         wanted = [
             end - row.samples + n for row, end in zip(rows, ends.tolist(), strict=True) for n in range(row.samples)
         ]
-        # One message to the device: slots, starts, bounds, and of each token its value and position.
+        # One transfer to the device: slots, starts, bounds, token ids, positions, indices of sampled and unknown ones.
         head = len(rows)
         packed = self.send(
             np.concatenate(
@@ -246,7 +249,7 @@ class Runner:
             (head, head, head + 1, total, total, len(wanted), len(unknown))
         )
         ids = tokens_there.long()
-        if unknown:  # rows that decode come first, so a row's number is its token's
+        if unknown:  # decoding rows come first, so a row's index is its token's index
             ids[unknown_there.long()] = self.sampler.last[slots[unknown_there.long()].long()]
         others = rows[decodes:]
         batch = PagedBatch(
@@ -276,18 +279,18 @@ class Runner:
         return (scores, kept[0]) if keep_logits else scores
 
     def _hand_on(self, x: Tensor) -> None:
-        """The residual stream to the next stage."""
+        """Send the residual stream to the next stage."""
         assert self.peers is not None
         self.peers.send(x)
 
     def _logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Of all tokens, also where this rank has a part of the head."""
+        """Logits over the full vocabulary, also where this rank holds a shard of the head."""
         logits = self.unembed(x, weight)
         return logits if self.peers is None else self.peers.gather(logits, self.model.config.vocab)
 
     def warm(self, step_tokens: int) -> None:
-        """Record all steps now, the largest first: the smaller ones then use its memory. Otherwise each is when it is needed. And
-        compile what steps with prompts use, in the largest such step there may be."""
+        """Capture all CUDA graphs now, the largest first, so that the smaller ones reuse its memory; without this, each is
+        captured when it is first needed. Also compile the kernels of steps with prompts, in the largest step that can occur."""
         if not self.gpu:
             return
         with torch.inference_mode():
@@ -302,7 +305,7 @@ class Runner:
             self._mixed(prompts, 0, False)
             for count in (count for count in SHORT if count <= most):
                 self._mixed([Row(0, 1, [0], 1, 1), Row(0, 0, [0] * count, count, 1)], 1, False)
-            # And prompts beside sequences that decode, as most steps have them; what they write belongs to no one yet.
+            # Prompts beside decoding sequences, as in most steps; the pages they write to belong to no sequence yet.
             beside = [Row(slot, 1, None, 1, 1) for slot in range(1, min(BESIDE, self.sequences) + 1)]
             each = min(most, max(1, step_tokens // 16))
             self.launch([*beside, *[Row(0, 0, [0] * each, each, 1)] * max(1, (step_tokens - len(beside)) // each)])
@@ -310,8 +313,8 @@ class Runner:
             torch.cuda.synchronize()
 
     def _recorded(self, rows: list[Row]) -> tuple[int, bool] | None:
-        """The recorded step that computes these rows, by its size and whether some tokens are of one sequence; None where there is
-        none, or kernels for prompts are faster."""
+        """The captured step for these rows: its size, and whether several tokens belong to one sequence. None if there is none, or
+        if the kernels for prompts are faster."""
         tokens = sum(row.count for row in rows)
         shared = tokens > len(rows)
         if any(row.count > 1 + self.drafts for row in rows):
@@ -322,8 +325,9 @@ class Runner:
         return (size, shared) if size else None
 
     def _decode(self, rows: list[Row], size: int, shared: bool) -> tuple[Tensor, Tensor]:
-        """A step of single tokens, replayed: logits of those that are sampled after, and tokens picked of them without regard to
-        more than temperatures; or what a stage hands on. `shared`: some are of one sequence."""
+        """Replay a step of single tokens. Returns the logits of the rows that sample, and the tokens sampled from them with no
+        parameter but the temperature; or the residual stream that a stage sends on. `shared`: several rows belong to one
+        sequence."""
         if (size, shared) not in self.graphs:
             self._record(size, shared)
         self.sampler.prepare()
@@ -337,19 +341,19 @@ class Runner:
         host[2, : len(rows)] = [PICKED if row.tokens is None else row.tokens[0] for row in rows]
         inputs.copy_(on_host(host, self.device), non_blocking=True)
         replay()
-        if not self.model.last:  # what is on its way must stay when this is replayed
+        if not self.model.last:  # the next replay must not overwrite a tensor that is still being sent
             self._hand_on(logits[: len(rows)].clone())
         wanted = [n for n, row in enumerate(rows) if row.samples]
         if not self.model.last or len(wanted) == len(rows):
             return logits[: len(rows)], tokens[: len(rows)]
-        # All tokens were picked for, and the last of a slot may be any of its.
+        # The graph sampled for every row, so the last token of a slot may come from any of its rows: set it again.
         asked, slots = self.send(np.asarray((wanted, [rows[n].slot for n in wanted]), np.int64))
         picked = tokens[asked]
         self.sampler.last[slots] = picked.clamp(min=0)
         return logits[asked], picked
 
     def _record(self, size: int, shared: bool) -> None:
-        """Record the step for so many tokens."""
+        """Capture the step for this number of tokens."""
         inputs = torch.zeros(3, size, dtype=torch.int32, device=self.device)
         bounds = torch.arange(size + 1, dtype=torch.int32, device=self.device)
         hidden = torch.zeros(
@@ -358,7 +362,7 @@ class Runner:
 
         def compute() -> tuple[Tensor, Tensor]:
             slots, starts, known = inputs.unbind()
-            # Blocks may write to what they are given.
+            # Blocks may write to their input.
             x = hidden.clone()
             if self.model.first:
                 x = torch.where(known == PICKED, self.sampler.last[slots.long()], known)
@@ -376,19 +380,19 @@ class Runner:
         self.read_by_graphs += [bounds, *tiles.values()]
 
     def capture(self, compute: Callable[[], tuple[Tensor, Tensor]], inputs: Tensor, hidden: Tensor) -> Recorded:
-        """Record what is computed of these inputs."""
+        """Capture a computation on these inputs as a CUDA graph."""
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            compute()  # compiles kernels, and allocates what they keep
+            compute()  # compiles kernels, and allocates their buffers
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # NCCL's own threads may ask for events meanwhile, which is no part of the recording.
+        # NCCL's own threads may query events meanwhile, which is not part of the capture.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             logits, tokens = compute()
-        self.pool = self.pool or graph.pool()  # one step is replayed at a time, so all use the same memory
+        self.pool = self.pool or graph.pool()  # one graph is replayed at a time, so all share one memory pool
         return graph.replay, inputs, hidden, logits, tokens
 
     def send(self, array: np.ndarray) -> Tensor:
-        """To the device, without waiting for it."""
+        """Copy to the device, without a host sync."""
         return send(array, self.device)

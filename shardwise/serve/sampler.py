@@ -1,7 +1,8 @@
-"""Picks the next tokens on the device that made the logits. Every sequence that runs has a slot; what it asks for lies there.
+"""Samples the next tokens on the device that made the logits. Every running sequence has a slot, which holds its sampling
+parameters.
 
-A draw adds Gumbel noise to the scores and takes the largest, which draws from their softmax (Gumbel 1954). The noise of a token is
-a hash of the sequence's seed, its position and the token's number, so a draw depends on nothing else: not on the batch, the slot or
+A draw adds Gumbel noise to the scores and takes the largest, which samples from their softmax (Gumbel 1954). The noise of a token
+is a hash of the sequence's seed, its position and the token id, so a draw depends on nothing else: not on the batch, the slot or
 the device. Top-k, top-p and min-p are a threshold on the scores, so tokens with equal scores are kept or cut together.
 """
 
@@ -24,17 +25,17 @@ from shardwise.serve.request import Logprob, Sampling
 
 @dataclass
 class Picked:
-    """What a step picked."""
+    """The sampled tokens of a step."""
 
     tokens: Tensor
     logprobs: Tensor | None = None
-    """[rows] of the tokens picked, where any row asked."""
+    """[rows] of the sampled tokens, if any row asked for them."""
     top: tuple[Tensor, Tensor] | None = None
-    """The likeliest of each row and their logprobs [rows, most that any row asked for]."""
+    """The likeliest tokens of each row and their logprobs [rows, the largest number that any row asked for]."""
 
     def to_host(self) -> Picked:
-        """The same in the host's memory, once the device has come so far. Read from the device itself it would be there only when
-        all steps launched meanwhile are done too."""
+        """A copy in pinned host memory, complete once the device reaches this point. A read from the device itself would also wait
+        for all steps launched in the meantime."""
 
         def copied(x: Tensor) -> Tensor:
             return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
@@ -44,7 +45,7 @@ class Picked:
 
 
 def gumbel(words: Tensor, vocab: int) -> Tensor:
-    """Noise [rows, vocabulary] in float32, of two words int32 a row."""
+    """Gumbel noise [rows, vocabulary] in float32, from two int32 words a row."""
     token = torch.arange(vocab, dtype=torch.int32, device=words.device)
     x = (token * -1640531535) ^ words[:, :1]
     x = (x ^ ((x >> 16) & 0xFFFF)) * 2146121005 ^ words[:, 1:]
@@ -55,7 +56,7 @@ def gumbel(words: Tensor, vocab: int) -> Tensor:
 
 
 def thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The smallest logit of each row that the three cuts leave, by sorting."""
+    """The smallest logit of each row that top-k, top-p and min-p keep, found by sorting."""
     values = logits.sort(dim=-1, descending=True).values
     vocab = logits.shape[-1]
     k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).long()
@@ -71,7 +72,7 @@ def thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
 
 def pick_reference(logits: Tensor, temperature: Tensor, words: Tensor, threshold: Tensor | None = None) -> Tensor:
     """A token for each row: the likeliest at temperature 0, else drawn by the row's words among those that reach the threshold; -1
-    where the scores are no numbers to pick from."""
+    where a logit is NaN or +inf, or none is finite."""
     warm = temperature > 0
     scores = logits.double() / torch.where(warm, temperature.double(), 1.0)[:, None]
     if threshold is not None:
@@ -83,28 +84,28 @@ def pick_reference(logits: Tensor, temperature: Tensor, words: Tensor, threshold
 
 
 def seed_of(sampling: Sampling, request: str, index: int, engine_seed: int) -> int:
-    """64 bits that fix all draws of one answer."""
+    """A 64-bit seed that fixes all draws of one answer."""
     base = f"{engine_seed}/{request}" if sampling.seed is None else f"seed {sampling.seed}"
     return int.from_bytes(hashlib.blake2b(f"{base}/{index}".encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def words_of(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Two words int32 for each row, of its seed and position."""
+    """Two int32 words for each row, a hash of its seed and position."""
     mixed = mix64(seeds + positions.long() * GAMMA)
     words = torch.stack((mixed, mixed >> 32), dim=1).bitwise_and_(0xFFFFFFFF)
     return words.bitwise_xor_(0x80000000).sub_(0x80000000).int()
 
 
 class Sampler:
-    """What each slot asks for, and the picking. `last` is the token that was picked last for each slot."""
+    """Holds the sampling parameters of each slot, and samples. `last` is the last sampled token of each slot."""
 
     def __init__(self, slots: int, vocab: int, device: torch.device, invariant: bool = False, rows: int = 0) -> None:
-        """`invariant`: the bits of a row's logprobs and draws do not depend on other rows. `rows`: picked at once, where a slot may
-        have several."""
+        """`invariant`: the bits of a row's logprobs and draws do not depend on other rows. `rows`: the most rows sampled at once,
+        where a slot may have several."""
         self.device, self.vocab, self.invariant = device, vocab, invariant
         self.sampling: list[Sampling] = [Sampling()] * slots
         self.special: set[int] = set()
-        """The slots that ask for more than a temperature."""
+        """The slots whose parameters go beyond a temperature."""
         self.with_logprobs: set[int] = set()
         self.floats = np.zeros((3, slots), np.float32)
         self.integers = np.zeros((2, slots), np.int64)
@@ -121,7 +122,7 @@ class Sampler:
             self.picking = Picking(max(2 * slots, rows), device)
 
     def assign(self, slot: int, sampling: Sampling, seed: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
-        """Give a slot to a sequence, which has these tokens already."""
+        """Assign a slot to a sequence that already has these tokens."""
         self.sampling[slot] = sampling
         (self.special.discard if _is_plain(sampling) else self.special.add)(slot)
         (self.with_logprobs.discard if sampling.logprobs is None else self.with_logprobs.add)(slot)
@@ -141,7 +142,7 @@ class Sampler:
                 self.generated[slot].index_put_((told,), torch.ones_like(told, dtype=torch.int32), accumulate=True)
 
     def prepare(self) -> None:
-        """Tell the device what changed."""
+        """Copy changed parameters to the device."""
         if self.changed:
             floats, integers = send(self.floats, self.device), send(self.integers, self.device)
             for mine, new in zip((self.temperature, self.top_p, self.min_p), floats, strict=True):
@@ -151,12 +152,12 @@ class Sampler:
             self.changed = False
 
     def is_plain(self, slots: Sequence[int]) -> bool:
-        """Whether nothing but a temperature is asked for, so that `pick_plain` will do."""
+        """Whether these slots set nothing but a temperature, so that `pick_plain` suffices."""
         return self.special.isdisjoint(slots)
 
     def pick_plain(self, logits: Tensor, slots: Tensor, positions: Tensor, ahead: int = 0) -> Tensor:
-        """Tokens for rows of logits: the likeliest at temperature 0, else drawn. Nothing here waits for the device or depends on
-        more than shapes, so it can be recorded."""
+        """Sample a token for each row of logits: the likeliest at temperature 0, else drawn. There is no host sync, and nothing
+        depends on more than shapes, so a CUDA graph can capture it."""
         if self.picking is not None:
             from shardwise.model.kernels.sample import pick
 
@@ -167,15 +168,16 @@ class Sampler:
         words = words_of(self.seed[slots.long()], positions)
         asked = (logits, self.temperature[slots.long()], words) + (() if threshold is None else (threshold,))
         tokens = self._by_row(pick_reference, *asked)
-        self.last[slots.long()] = tokens.clamp(min=0)  # the next step may be launched with it all the same
+        self.last[slots.long()] = tokens.clamp(min=0)  # the next step may be launched with this token even if it is -1
         return tokens
 
     def pick(
         self, logits: Tensor, numbers: Sequence[int], slots: Tensor, positions: Tensor, masks: Tensor | None = None,
         behind: Sequence[Sequence[int]] = (),
     ) -> Picked:  # fmt: skip
-        """Tokens for rows of logits, with all that their slots ask for; the host knows the slots by `numbers`. `masks` are the bits
-        of tokens allowed. `behind`: the guesses that each row follows, a row for each guess of a slot and one before."""
+        """Sample a token for each row of logits, with all parameters of its slot; `numbers` are the same slots on the host.
+        `masks` are the bits of the allowed tokens. `behind`: the drafts before each row; a slot has one row for each draft, and
+        one before them."""
         asked = [self.sampling[slot] for slot in numbers]
         if any(map(_penalizes, asked)) or any(each.logit_bias for each in asked):
             logits = logits.clone() if logits.dtype == torch.float64 else logits.float()
@@ -199,14 +201,14 @@ class Sampler:
         return Picked(tokens)
 
     def add_logprobs(self, picked: Picked, logits: Tensor, numbers: Sequence[int]) -> None:
-        """Put the logprobs beside the tokens that were picked of these logits, where their slots ask for some."""
+        """Add the logprobs of the tokens sampled from these logits, if their slots ask for them."""
         if self.with_logprobs.isdisjoint(numbers):
             return
         asked = [self.sampling[slot] for slot in numbers]
         most = max(each.logprobs for each in asked if each.logprobs is not None)
         divided = [each.temperature if each.drawn_logprobs and each.temperature else 1.0 for each in asked]
         divides = any(temperature != 1 for temperature in divided)
-        # The kernel computes in float32: no less than what the logits are, unless they are wider.
+        # The kernel computes in float32, which is at least the precision of the logits unless they are float64.
         if most == 0 and self.picking is not None and not self.invariant and logits.dtype != torch.float64:
             from shardwise.model.kernels.sample import token_logprob
 
@@ -225,7 +227,7 @@ class Sampler:
     def _adjusted(
         self, logits: Tensor, slots: Sequence[int], asked: list[Sampling], behind: Sequence[Sequence[int]]
     ) -> Tensor:
-        """With penalties and biases; in place."""
+        """Apply penalties and logit biases, in place."""
         for row, (slot, each) in enumerate(zip(slots, asked, strict=True)):
             if _penalizes(each) and self.generated is not None and self.prompted is not None:
                 counts = self.generated[slot]
@@ -246,7 +248,7 @@ class Sampler:
 
 
 def _counting(tokens: Tensor, behind: Sequence[Sequence[int]]) -> Tensor:
-    """1 for each token picked that belongs to its text: behind guesses only where those were right."""
+    """1 for each sampled token that is part of its text: after drafts, only if all of them were right."""
     counting = torch.ones_like(tokens, dtype=torch.int32)
     for row, guesses in enumerate(behind):
         if guesses:
@@ -257,15 +259,15 @@ def _counting(tokens: Tensor, behind: Sequence[Sequence[int]]) -> Tensor:
 def logprobs_of(
     logits: Tensor, tokens: Tensor, most: int, invariant: bool = False
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Logarithms of the probabilities that the model itself gives to tokens, and of the likeliest ones. `invariant`: the bits of
-    a row do not depend on other rows."""
+    """The logprobs that the model itself gives to tokens, and the likeliest tokens with theirs. `invariant`: the bits of a row do
+    not depend on other rows."""
     if not invariant:
         logprobs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(dim=-1)
         values, indices = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
     else:
         logprobs = log_softmax(logits)
         values, indices = logprobs.topk(0)
-        if most:  # which of several equal ones is found must not depend on the batch either
+        if most:  # the order of equal logprobs must not depend on the batch either
             values, indices = (x[:, :most] for x in logprobs.sort(dim=-1, descending=True, stable=True))
     return logprobs.gather(1, tokens[:, None].clamp(min=0))[:, 0], (indices, values)
 
@@ -273,7 +275,7 @@ def logprobs_of(
 def read_logprobs(
     tokens: list[int], logprobs: Tensor, top: tuple[Tensor, Tensor], asked: list[int | None]
 ) -> list[Logprob | None]:
-    """As the client gets them; None for a row that did not ask."""
+    """Logprobs as the client gets them; None for a row that did not ask."""
     values = logprobs.tolist()
     if not top[0].shape[1]:
         pairs = zip(tokens, values, asked, strict=True)
@@ -295,11 +297,11 @@ def _penalizes(sampling: Sampling) -> bool:
 
 
 def send(array: np.ndarray, device: torch.device) -> Tensor:
-    """To the device, without waiting for it."""
+    """Copy to the device, without a host sync."""
     return on_host(np.ascontiguousarray(array), device).to(device, non_blocking=True)
 
 
 def on_host(array: np.ndarray, device: torch.device) -> Tensor:
-    """In memory that a GPU can copy from while the host goes on."""
+    """A host tensor; for a GPU in pinned memory, so that copies from it are asynchronous."""
     host = torch.from_numpy(array)
     return host.pin_memory() if device.type == "cuda" else host

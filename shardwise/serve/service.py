@@ -1,8 +1,8 @@
-"""An engine in a thread of its own, for an asyncio program: requests in, outputs out.
+"""An engine in its own thread, for an asyncio program: requests in, outputs out.
 
-The thread steps the engine while there is something to do, and waits for a command otherwise. What a step made crosses to the
-event loop in one call, whatever the number of requests. Whoever leaves the iteration early, as a client does that goes away,
-aborts its request. When the engine fails, every request that waits is told, and no other is taken.
+The thread steps the engine while there is work, and otherwise waits for a command. All outputs of a step cross to the event loop
+in one call, whatever the number of requests. A caller that leaves the iteration early, for instance because its client
+disconnects, aborts its request. When the engine fails, every waiting request gets the error, and no new ones are accepted.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ from shardwise.serve.request import Output, Request
 from shardwise.serve.stats import Stats
 
 LAST_SECONDS = 30.0
-"""For the last step of an engine."""
+"""Time limit for the engine's last step."""
 
 
 class Engine(Protocol):
-    """What is stepped. Only one thread calls it."""
+    """The engine's interface. Only one thread calls it."""
 
     vocab: int
     max_tokens: int
-    """Of a sequence: its prompt and its answer."""
+    """Of a sequence: prompt and answer together."""
 
     def add(self, request: Request) -> None:
         """Take a request; raises `UserError` if it can never run."""
 
     def abort(self, request_id: str) -> None:
-        """Give a request up. Its pages are free at once; an output says so for each unfinished answer. Nothing happens where
-        there is none of that name: it may have ended meanwhile."""
+        """Abort a request. Its pages are free at once; each unfinished answer gets an output that says so. An unknown id is
+        ignored: the request may have ended meanwhile."""
 
     def finish(self, request_id: str, index: int) -> None:
-        """End an answer whose reader found a stop string, if it has not ended by itself; no output follows."""
+        """End an answer whose reader found a stop string, unless it has already ended; no output follows."""
 
     def step(self) -> list[Output]:
-        """Compute once; nothing when there is nothing to do."""
+        """Compute one step; returns nothing if there is no work."""
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
 
     def stats(self) -> Stats:
-        """Figures of this moment."""
+        """Current statistics."""
 
 
 class EngineFailed(Exception):
-    """The engine raised an error, and answers nothing any more."""
+    """The engine raised an error and no longer answers."""
 
 
 class Draining(Exception):
-    """The service ends, and takes no more requests."""
+    """The service is shutting down and accepts no more requests."""
 
 
 class QueueFull(Exception):
-    """So many requests wait already that another would wait too long. `seconds` later there may be room."""
+    """Too many requests are waiting already. There may be room after `seconds`."""
 
     def __init__(self, waiting: int, seconds: float) -> None:
         super().__init__(f"{waiting} requests are waiting")
@@ -72,19 +72,19 @@ class QueueFull(Exception):
 
 
 class _Reply:
-    """What one caller gets: the outputs of its requests, as they come."""
+    """The outputs of one caller's requests, as they arrive."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.unfinished = {request.id: set(range(request.n)) for request in requests}
         self.silent = {request.id for request in requests}
-        """Those without an output yet."""
+        """Requests without an output yet."""
         self.outputs: dict[tuple[str, int], list[Output]] = {}
-        """What was not read yet, by answer, in the order in which it came."""
+        """Unread outputs by answer, in order of arrival."""
         self.error: Exception | None = None
         self.waiter: asyncio.Future[None] | None = None
 
     def take(self) -> Output:
-        """What came of one answer since it was last read, as one output: a reader who is late catches up."""
+        """All unread outputs of one answer, merged into one, so that a slow reader catches up."""
         first, *more = self.outputs.pop(next(iter(self.outputs)))
         if not more:
             return first
@@ -98,7 +98,7 @@ class _Reply:
 
 
 class Service:
-    """The engine's thread, and what the event loop knows of it. Everything but the thread itself runs on the loop."""
+    """The engine's thread, and the event loop's view of it. Everything but the thread itself runs on the loop."""
 
     def __init__(self, engine: Engine, max_waiting: int = 1024) -> None:
         """At most `max_waiting` requests wait for their first token."""
@@ -112,7 +112,7 @@ class Service:
         self._replies: dict[str, _Reply] = {}
         self._waiting = 0
         self._started: deque[float] = deque(maxlen=64)
-        """When the latest requests had their first output."""
+        """When the latest requests got their first output."""
         self._empty = asyncio.Event()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._loop = asyncio.get_running_loop()
@@ -121,21 +121,21 @@ class Service:
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are taken and answered."""
+        """Whether requests are accepted and answered."""
         return self.error is None and not self.draining
 
     @property
     def waiting(self) -> int:
-        """Requests that have had no output yet."""
+        """Requests without an output yet."""
         return self._waiting
 
     @property
     def unfinished(self) -> int:
-        """Requests that are not answered yet."""
+        """Requests that are not completely answered yet."""
         return len(self._replies)
 
     def check(self, more: int = 1) -> None:
-        """Raise if so many more requests would not be taken now."""
+        """Raise if this number of further requests would be refused now."""
         if self.error is not None:
             raise EngineFailed("the engine has failed; see its log") from self.error
         if self.draining:
@@ -144,8 +144,8 @@ class Service:
             raise QueueFull(self._waiting, self._seconds_to_wait())
 
     async def generate(self, *requests: Request) -> AsyncGenerator[Output]:
-        """Outputs of requests as they come, until each has ended. Raises `UserError` if the engine cannot take one of them, and
-        what `check` does. Leaving early aborts what is unfinished."""
+        """The outputs of requests as they arrive, until all have ended. Raises `UserError` if the engine cannot run one of them,
+        and the errors of `check`. Leaving early aborts unfinished requests."""
         self.check(len(requests))
         reply = _Reply(requests)
         for request in requests:
@@ -168,7 +168,7 @@ class Service:
                 self._commands.put(partial(self._engine.abort, request_id))
 
     def finish(self, request_id: str, index: int) -> None:
-        """An answer ends here: its reader found a stop string. Outputs that are here already may still follow."""
+        """End an answer whose reader found a stop string. Outputs that have already arrived may still follow."""
         reply = self._replies.get(request_id)
         if reply is not None and index in reply.unfinished[request_id]:
             self._commands.put(partial(self._engine.finish, request_id, index))
@@ -176,7 +176,7 @@ class Service:
             reply.wake()
 
     async def drain(self, seconds: float) -> bool:
-        """Take no more requests, and wait for those that are here; whether they ended in time. The others are aborted."""
+        """Accept no more requests and wait for the current ones; returns whether they ended in time. The rest are aborted."""
         self.draining = True
         try:
             async with asyncio.timeout(seconds):
@@ -187,7 +187,7 @@ class Service:
             return False
 
     async def close(self) -> None:
-        """End the thread, after the step at hand; a step that hangs is left behind."""
+        """End the thread after its current step; a step that hangs is abandoned."""
         self.draining = True
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join, LAST_SECONDS)
@@ -199,7 +199,7 @@ class Service:
         for output in outputs:
             reply = self._replies.get(output.request)
             if reply is None or output.index not in reply.unfinished[output.request]:
-                continue  # left, or at a stop string
+                continue  # the client left, or a stop string ended the answer
             if output.request in reply.silent:
                 self._has_begun(reply, output.request)
             if output.finish is not None:
@@ -222,7 +222,7 @@ class Service:
             self._fail(reply, error)
 
     def _fail(self, reply: _Reply, error: Exception) -> None:
-        """Let the caller's iteration raise, which aborts what is left."""
+        """Make the caller's iteration raise, which aborts its unfinished requests."""
         reply.outputs.clear()
         reply.error = error
         reply.wake()
@@ -247,7 +247,7 @@ class Service:
             self._empty.set()
 
     def _seconds_to_wait(self) -> float:
-        """How long the queue takes, at the pace at which requests began lately."""
+        """Estimated wait in the queue, at the rate at which the latest requests started."""
         if len(self._started) < 2:
             return 1.0
         pace = (self._started[-1] - self._started[0]) / (len(self._started) - 1)
@@ -262,12 +262,12 @@ class Service:
                     return
                 outputs = self._engine.step()
                 self._tell(self._deliver, outputs, self._engine.stats())
-        except BaseException as error:  # whatever it is, those who wait must hear of it
+        except BaseException as error:  # whatever it is, waiting callers must get it
             traceback.print_exc()
             self._tell(self._break, error)
 
     def _obey(self, wait: bool) -> bool:
-        """Carry out what was asked meanwhile; False at the end."""
+        """Run the queued commands; False if the last one ends the thread."""
         try:
             while (command := self._commands.get(block=wait)) is not None:
                 command()
@@ -285,5 +285,5 @@ class Service:
     def _tell(self, function: Callable[..., None], *values: object) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *values)
-        except RuntimeError:  # the loop is closed: nobody listens any more
+        except RuntimeError:  # the loop is closed: nobody reads outputs any more
             self._commands.put(None)

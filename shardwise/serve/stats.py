@@ -1,4 +1,4 @@
-"""What an engine says of itself: what it holds now, and what it has done since it began."""
+"""An engine's statistics: its current state, and totals since it started."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class Stats:
-    """One moment of an engine. `prefix_…`, `preemptions`, `…_tokens` and `…_at` only grow."""
+    """A snapshot of an engine. `prefix_…`, `preemptions`, `…_tokens` and `…_at` only grow."""
 
     running: int = 0
     """Sequences that hold pages."""
     waiting: int = 0
-    """Sequences that do not yet."""
+    """Sequences that hold no pages yet."""
     pages_used: int = 0
     pages: int = 0
     prefix_queries: int = 0
-    """Tokens of prompts that were looked for in the prefix cache."""
+    """Prompt tokens that were looked up in the prefix cache."""
     prefix_hits: int = 0
-    """Those of them that were found."""
+    """Prompt tokens that were found there."""
     preemptions: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
     drafted_at: tuple[int, ...] = ()
-    """Guesses that were verified, by their place behind the last token."""
+    """Verified draft tokens, by their position after the last token."""
     accepted_at: tuple[int, ...] = ()
-    """Those of them that were right, and all before them."""
+    """Accepted draft tokens, by the same position: they and all before them were right."""
 
     @classmethod
     def together(cls, each: Sequence[Self]) -> Self:
-        """Figures of several engines."""
+        """The summed statistics of several engines."""
         return cls(*(_sum([getattr(one, field.name) for one in each]) for field in fields(cls)))
 
 

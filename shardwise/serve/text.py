@@ -1,8 +1,9 @@
-"""Text of tokens as they come: no half characters, nothing that may still turn out to be the beginning of a stop string.
+"""Incremental text from tokens: no incomplete characters, and nothing that may still become the beginning of a stop string.
 
-What was given is never taken back. The pieces together are what `Tokenizer.decode` makes of all tokens at once (of bytes that are
-no UTF-8, a byte fallback of the tokenizers library replaces more). A stop string ends the text where its first occurrence to be
-complete begins; each is looked for a character at a time (Knuth, Morris and Pratt), so a long one costs no more than a short one.
+Returned text is never taken back. The pieces together equal `Tokenizer.decode` of all tokens at once (except for bytes that are
+not valid UTF-8, where a byte fallback of the tokenizers library replaces more). The text ends where the first stop string to be
+complete begins. Stop strings are matched one character at a time (Knuth, Morris and Pratt), so a long one costs no more than a
+short one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Detokenizer:
     """The characters that are complete after each token of a sequence."""
 
     def __init__(self, tokenizer: Tokenizer, before: Iterable[int] = ()) -> None:
-        """`before` are the tokens of the prompt, whose text is not given: the first token of a text may be another piece."""
+        """`before` are the tokens of the prompt, whose text is not returned; they matter because the first token of a text may
+        decode differently."""
         self._piece = tokenizer.piece
         self._first = not any(map(self._piece, before))
         self._decoder = _DECODER(errors="replace")
@@ -33,7 +35,7 @@ class Detokenizer:
         return self._decoder.decode(self._piece(token))
 
     def end(self) -> str:
-        """What the bytes of an unfinished character are shown as."""
+        """The replacement characters for the bytes of an unfinished character."""
         return self._decoder.decode(b"", True)
 
 
@@ -41,7 +43,7 @@ class StopFinder:
     """Holds text back while it may be the beginning of a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        # The longest first: of two that are complete at the same character, the one that began earlier counts.
+        # The longest first: if two end at the same character, the one that began earlier wins.
         self._stops = sorted(stops, key=len, reverse=True)
         self._fallbacks = [_fallback(stop) for stop in self._stops]
         self._matched = [0] * len(stops)
@@ -49,7 +51,7 @@ class StopFinder:
         self.found = False
 
     def add(self, text: str) -> str:
-        """The text that is certain now. After `found`, there is no more."""
+        """The text that cannot belong to a stop string any more. After `found`, returns nothing."""
         if not self._stops or self.found:
             return "" if self.found else text
         whole = self._held + text
@@ -63,12 +65,12 @@ class StopFinder:
         return whole[:certain]
 
     def end(self) -> str:
-        """What was held back, now that no more will come."""
+        """The held-back text, once no more tokens come."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, number: int, letter: str) -> int:
-        """How much of a stop string the text ends with after one more letter."""
+        """How many characters of a stop string the text ends with, after one more character."""
         stop, fallback, matched = self._stops[number], self._fallbacks[number], self._matched[number]
         while matched and stop[matched] != letter:
             matched = fallback[matched - 1]
@@ -79,7 +81,7 @@ class StopFinder:
 
 
 def _fallback(stop: str) -> list[int]:
-    """For each beginning of a string, the length of its longest proper beginning that it also ends with."""
+    """For each prefix of a string, the length of its longest proper prefix that is also its suffix."""
     table, matched = [0], 0
     for letter in stop[1:]:
         while matched and stop[matched] != letter:
@@ -92,14 +94,14 @@ def _fallback(stop: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a token stands in a text: by the characters that are complete before it, and after it."""
+    """The position of a token in a text: the number of complete characters before it, and after it."""
 
     start: int
     end: int
 
 
 class Reader:
-    """The text of one answer: characters, stop strings, and where each token stands."""
+    """The text of one answer: characters, stop strings, and the position of each token."""
 
     def __init__(
         self,
@@ -114,15 +116,15 @@ class Reader:
         self._hidden = hidden
         self._length = 0
         self.given = 0
-        """Characters given so far."""
+        """Characters returned so far."""
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found; whatever comes is not of the answer."""
+        """Whether a stop string was found; later tokens are not part of the answer."""
         return self._finder.found
 
     def add(self, token: int) -> tuple[str, Place]:
-        """The text that is certain after a token, and the token's place."""
+        """The text that is certain after a token, and the token's position."""
         text = "" if token in self._hidden else self._detokenizer.add(token)
         start = self._length
         self._length += len(text)
@@ -139,7 +141,7 @@ class Reader:
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """A token by itself, as OpenAI writes it: its name, its text, or its bytes where they are no text."""
+    """A token by itself, as OpenAI writes it: its text, its name, or its bytes if they are not text."""
     piece = tokenizer.piece(token)
     try:
         return piece.decode() or tokenizer.name(token)

@@ -1,4 +1,4 @@
-"""What an engine remembers of its answers and of the steps that it has launched."""
+"""An engine's state: its answers, and the steps it has launched."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.serve.request import Logprob, Request
 from shardwise.serve.runner import Launched
 
 LATER = 2**60
-"""More than a sequence has tokens."""
+"""More than any sequence length."""
 
 
 @dataclass(eq=False)
@@ -20,7 +20,7 @@ class Answer:
     index: int
     sequence: Sequence
     told: bool = False
-    """Whether anything was output yet."""
+    """Whether any output was made yet."""
     unwanted: bool = False
     prompt_logprobs: list[Logprob | None] = field(default_factory=list)
 
@@ -31,12 +31,12 @@ class LaunchedStep:
 
     step: Step
     order: list[int]
-    """The chunk of each row, as the runner has them."""
+    """The index of each row's chunk, in the runner's order."""
     launched: Launched
 
 
 def order_of(chunks: list[Chunk]) -> list[int]:
-    """Single tokens first, and those with guesses, as the runner wants them; of each kind those that take longest first, so that no
-    processor of a GPU is left with one at the end."""
+    """The order of chunks in the runner: single tokens and drafts first, then prompts. Within each kind the longest come first, so
+    that no SM of a GPU is left with a long one at the end."""
     ranks = [(chunk.count > max(1, chunk.samples)) * LATER - chunk.start - chunk.count for chunk in chunks]
     return sorted(range(len(chunks)), key=ranks.__getitem__)

@@ -1,4 +1,5 @@
-"""The loop, the step, and in rooms what they get, do and say, and how the ranks of a run are started and kept alive."""
+"""The training loop and the training step. Subfolders hold batches, objectives, optimizers, progress reports, and how the ranks of
+a run are started and kept alive."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""One training step of an asynchronous pipeline: as in `step.py`, but nobody waits for anybody.
+"""One training step of an asynchronous pipeline: as in `step.py`, but no rank waits for another.
 
-Each rank updates its weights inside of its passes, when it has the gradients of a step (`parallel/asynchronous.py`). The count of
-tokens is all-reduced while the passes run. Loss and gradient norm are added over the ranks behind the passes, and waited for by who
-reads them; the norm is of what each rank updated with last.
+Each rank updates its weights between its passes, as soon as it has a step's gradients (`parallel/asynchronous.py`). The token
+count is all-reduced while the passes run. Loss and gradient norm are all-reduced after the passes, and only a reader of the result
+waits for them. The norm is that of the gradients each rank last updated with.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.train.progress.result import StepResult
 
 
 class TrainState(Protocol):
-    """What a step needs of `step.TrainState`."""
+    """The part of `step.TrainState` that a step needs."""
 
     run: Run
     mesh: Mesh
@@ -48,7 +48,7 @@ class TrainState(Protocol):
 
 
 class LateResult(StepResult):
-    """The result of a step that other ranks may still be at."""
+    """The result of a step that other ranks may still be computing."""
 
     def __init__(self, step: int, learning_rate: float, wait: Callable[[], Tensor]) -> None:
         self.step, self.learning_rate, self._wait = step, learning_rate, wait
@@ -79,7 +79,7 @@ class LateResult(StepResult):
 
 
 class Updates:
-    """The updates of an asynchronous pipeline, each when its rank has the gradients."""
+    """The weight updates of an asynchronous pipeline. A rank makes each one as soon as it has the gradients."""
 
     def __init__(self, state: TrainState, pipeline: AsynchronousPipeline) -> None:
         self.learned = [h for h in state.parallel.parameters if not h.entry.frozen]
@@ -87,7 +87,7 @@ class Updates:
         self.versions = Versions([h.parameter for h in self.learned], state.parallel.models)
         shards = zip(state.optimizer.shards, state.parallel.parameters, strict=True)
         self.versions.aliases = [shard for shard, h in shards if not h.entry.frozen]
-        self.due: deque[tuple[int, Callable[[], Tensor]]] = deque()  # steps to update in, with their counts
+        self.due: deque[tuple[int, Callable[[], Tensor]]] = deque()  # steps not yet updated, with their token counts
         self.square = torch.zeros((), dtype=torch.float64, device=state.device)
         pipeline.attach(self.versions, self.update, state.optimizer.zero_grad)
 
@@ -99,13 +99,13 @@ class Updates:
         factor = state.objective.full_count / counted()[0].clamp(min=1)
         with state.observers.phase("clip"):
             self.square = state.optimizer.squared_norm(state.device) * factor**2
-        # Autograd keeps parameters that are not sharded for the passes underway, which use them as they were.
+        # Autograd has saved the unsharded parameters for passes in flight, which must still see the old values.
         saved = tuple(p for p in self.versions.parameters if local_shard(p) is p)
         with state.observers.phase("optimizer"), preserved_versions(saved):
             state.optimizer.step(step, factor)
 
     def restart(self) -> None:
-        """Go on from where the train state is; without earlier versions these are what the weights are now."""
+        """Resume at the train state's step. Earlier weight versions are not available, so the current weights stand in for them."""
         step = self.state.step
         self.pipeline.restart(step)
         oldest = self.pipeline.version(step * self.pipeline.schedule.microbatches)

@@ -1,10 +1,10 @@
-"""Forward and backward of a step captured once as a CUDA graph and replayed, where one GPU is faster than its host launches.
+"""Captures a step's forward and backward once as a CUDA graph and replays it, when a single GPU outruns its host's kernel launches.
 
-A step of a small model is thousands of kernels of some microseconds, and launching one takes the host longer than that. A graph is
-a single launch: the same kernels on the same memory, into which the next batch is copied. It does not help where the device is the
-slower of the two, and it keeps the memory of the activations. So, unless it is asked for, some steps are measured first: if the
-device is done as soon as the host has launched everything, the host is the slower one. Rechecked steps, evaluations, batches of
-another shape, and the steps of `shardwise profile`, which labels kernels, are launched kernel by kernel.
+A step of a small model is thousands of kernels of a few microseconds each, and the host takes longer than that to launch one. A
+CUDA graph is a single launch: the same kernels on the same memory, into which the next batch is copied. It does not help when the
+device is slower than the host, and it holds on to the activations' memory. So, unless the run asks for a graph, some steps are
+measured first: if the device finishes as soon as the host has launched everything, the host is the slower one. Rechecked steps,
+evaluations, batches of another shape, and the steps of `shardwise profile`, which labels kernels, are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from shardwise.torch_private import end_allocating_to_pool
 from shardwise.train.step import TrainState
 
 WARM_UP = 3
-"""Steps of compiling, tuning and allocating, which are not measured."""
+"""Steps spent on compiling, tuning and allocating; they are not measured."""
 MEASURED = 3
-"""Steps measured to decide."""
+"""Steps measured to decide whether to capture."""
 BEHIND = (0.05, 0.005)
-"""The host is the slower one if the device ends at most this share of a step, and these seconds, after the last launch. A host
-that is ahead is ahead by a thousand launches, or by all of them."""
+"""The host is the slower one if the device finishes within this share of a step, and within these seconds, after the last launch.
+A host that is faster is ahead by a thousand launches, or by all of them."""
 
 
 def attach(train_state: TrainState, log: Callable[[str], None] = lambda _: None) -> None:
-    """Replay the steps of a train state, if its run allows it."""
+    """Replay a train state's steps as a CUDA graph, if its run allows it."""
     if replays(train_state.run, gpu=train_state.device.type == "cuda"):
         train_state.replay = GraphedPasses(train_state, log)
 
 
 class GraphedPasses:
-    """Forward and backward of steps: launched at first, then, if that is worth it, replayed."""
+    """Forward and backward of steps: launched kernel by kernel at first, then replayed if that is faster."""
 
     def __init__(self, train_state: TrainState, log: Callable[[str], None]) -> None:
         self.train_state, self.log = train_state, log
@@ -47,7 +47,7 @@ class GraphedPasses:
         self.off = False
 
     def __call__(self, batch: Batch) -> Tensor:
-        """A step's forward and backward, instead of `TrainState.passes`."""
+        """Run a step's forward and backward; replaces `TrainState.passes`."""
         self.steps += 1
         if self.graph is not None:
             return self._replayed(batch)
@@ -62,7 +62,7 @@ class GraphedPasses:
         return self._captured(batch)
 
     def _measured(self, batch: Batch) -> Tensor:
-        """Launch and wait, to see whether host or device was slower."""
+        """Launch the step and synchronize, to see whether the host or the device was slower."""
         torch.cuda.synchronize()
         began = time.perf_counter()
         loss = self.train_state.passes(batch)
@@ -73,7 +73,7 @@ class GraphedPasses:
         return loss
 
     def _captured(self, batch: Batch) -> Tensor:
-        """Capture the graph, and replay it for this batch; launch kernel by kernel if that can't be done."""
+        """Capture the graph and replay it for this batch; if the capture fails, launch kernel by kernel."""
         train_state = self.train_state
         if train_state.tuner is not None:
             train_state.tuner.stop()
@@ -84,7 +84,7 @@ class GraphedPasses:
             # Other threads may use the GPU meanwhile, for instance to write a checkpoint.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self.loss = train_state.passes_of(self.batch)
-        except RuntimeError as error:  # memory, or something that waits for the device
+        except RuntimeError as error:  # out of memory, or an operation that synchronizes
             self.off = True
             recover(stream, pool)
             train_state.optimizer.zero_grad()
@@ -108,7 +108,7 @@ class GraphedPasses:
                     assert static is not None
                     static.copy_(value)
         assert self.graph is not None
-        self.train_state.refresh()  # the graph does not see whether a parameter was changed
+        self.train_state.refresh()  # the graph cannot notice that a parameter has changed
         self.graph.replay()
         for leaf, gradient in zip(self.leaves, self.gradients, strict=True):
             leaf.grad = gradient
@@ -126,7 +126,7 @@ def recover(stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
 
 
 def same_shapes(these: Sequence[Microbatch], those: Sequence[Microbatch]) -> bool:
-    """Whether one batch can be copied into another."""
+    """Whether one batch can be copied into the tensors of another: same names, shapes and dtypes."""
 
     def shapes(batch: Sequence[Microbatch]) -> list[dict[str, object]]:
         return [{name: None if x is None else (x.shape, x.dtype) for name, x in one.items()} for one in batch]

@@ -1,10 +1,10 @@
 """A rank of a replica that may leave and rejoin its run (`layout.sync_elastic`), as the loop sees it.
 
-A replica is a run of its own on its share of every batch. Which share that is follows from the replica's number, whoever else is
-there: so a sample is seen by the same replica as ever, or by none while that is away. One that rejoins takes everything from a
-member behind an exchange: weights, the state of both optimizers, the counters and the guard's history. The member copies its state
-aside and gives it in the background. One replica writes for all: metrics, checkpoints, evaluations. Where it dies the next one
-does, and has the records since the last exchange in store.
+A replica is a run of its own on its share of every batch. The share depends on the replica's number only, not on which others are
+present: a sample always goes to the same replica, or to none while that replica is away. A rejoining replica takes all its state
+from a member after an exchange: weights, the state of both optimizers, the counters and the guard's history. The member copies its
+state aside and sends it in the background. One replica writes metrics, checkpoints and evaluations for all. If it dies another
+takes over, which has kept the records since the last exchange.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardwise.train.progress.metrics import Metrics, read_metrics
 
 
 class ReplicaState(Protocol):
-    """What a replica's rank trains, as far as another can take it over: a train state (`step.py`)."""
+    """The part of a train state (`step.py`) that another replica's rank can take over."""
 
     parallel: Parallel
     optimizer: Optimizer
@@ -48,36 +48,36 @@ class ReplicaState(Protocol):
 
 
 def run_of_replica(run: Run) -> Run:
-    """The run that one replica is."""
+    """The run of one replica alone: its layout, and its share of the global batch."""
     batch = run.train.global_batch // run.layout.replicate
     return replace(run, layout=run.layout.one_replica, train=replace(run.train, global_batch=batch))
 
 
 class Elastic:
-    """This rank's part in a run whose replicas come and go."""
+    """This rank's side of a run with elastic replicas, which may leave and rejoin."""
 
     def __init__(self, run: Run, place: Place) -> None:
         self.whole, self.run = run, run_of_replica(run)
         ranks = self.run.layout.world
         self.job = replace(run, layout=self.run.layout, cluster=replace(run.cluster, nodes=1, devices_per_node=ranks))
-        """What a checkpoint is of: the job, on the ranks of one replica."""
+        """The run that checkpoints describe: the full global batch, on the ranks of one replica."""
         self.place, self.layout = place, run.layout
         self.members = Members(place, max(600.0, 2 * run.train.hang_seconds))
         self.rank = next(
             c for c in (RankCoordinates(run.layout, r) for r in range(run.layout.world))
             if c.index("replicate") == place.replica
         ).replica_members()[place.rank]  # fmt: skip
-        """Among all ranks of the run."""
+        """This rank's number among all ranks of the run."""
 
     @staticmethod
     def here(run: Run) -> Elastic | None:
-        """What the environment of this process says; None where replicas do not come and go."""
+        """This process's `Elastic`, read from its environment; None if the run's replicas are not elastic."""
         place = Place.of(os.environ)
         return Elastic(run, place) if place is not None else None
 
     @property
     def first(self) -> bool:
-        """Whether this rank writes for all."""
+        """Whether this rank writes for all replicas."""
         return self.members.writes and self.place.rank == 0
 
     def share(self, indices: np.ndarray) -> np.ndarray:
@@ -85,19 +85,19 @@ class Elastic:
         return np.split(indices, self.layout.replicate)[self.place.replica]
 
     def begin(self, state: ReplicaState) -> bool:
-        """Wait until this replica may take part; returns whether it has the state of another, and goes on from there."""
+        """Wait until this replica may take part. Returns whether it received another replica's state and continues from it."""
         while (answer := self.members.begin())["source"] >= 0:
             ok = True
             try:
                 receive(state, self.members, _name(answer, self.place.replica), answer["source"])
-            except (RuntimeError, dist.DistError):  # who gave it has died
+            except (RuntimeError, dist.DistError):  # the sending replica has died
                 ok = False
             if self.members.ask("received", ok=ok)["has"]:
                 return True
         return False
 
     def after_step(self, state: ReplicaState, metrics: Metrics | SharedMetrics | None) -> None:
-        """Where an exchange was just applied, give this replica's state to those that join by it."""
+        """If an exchange was just applied, send this replica's state to the joining replicas assigned to it."""
         decided = state.outer.decided if isinstance(state.outer, ElasticOuter) else None
         if decided is None:
             return
@@ -114,12 +114,12 @@ class Elastic:
 
 
 def _name(decided: Answer, joiner: int) -> str:
-    """What a state that is given is known by."""
+    """The store's key prefix for one transfer of state."""
     return f"state/{decided['era']}/{decided['round']}/{joiner}"
 
 
 def _tensors(state: ReplicaState) -> Iterator[tuple[str, Tensor]]:
-    """All that this rank has of the run, in an order that is the same on the same rank of every replica."""
+    """All tensors of this rank's state, in an order that is the same on the same rank of every replica."""
     assert state.outer is not None
     for n, each in enumerate(state.parallel.parameters):
         if each.entry.frozen:
@@ -134,7 +134,7 @@ def _tensors(state: ReplicaState) -> Iterator[tuple[str, Tensor]]:
 
 
 def packed(state: ReplicaState) -> tuple[str, list[Tensor]]:
-    """A copy of the state on the host, and what is in it."""
+    """Returns a description of the state, as JSON, and a copy of its tensors on the host."""
     named = list(_tensors(state))
     copies = [value.detach().to("cpu", copy=True).contiguous() for _, value in named]
     shapes = [(name, list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in named]
@@ -143,7 +143,7 @@ def packed(state: ReplicaState) -> tuple[str, list[Tensor]]:
 
 
 def _give(members: Members, name: str, described: str, tensors: list[Tensor]) -> None:
-    with contextlib.suppress(RuntimeError, dist.DistError):  # the one that wants it has died
+    with contextlib.suppress(RuntimeError, dist.DistError):  # the receiving replica has died
         members.store.set(f"{name}/{members.place.rank}", described)
         group = members.give(name)
         for tensor in tensors:
@@ -157,7 +157,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def receive(state: ReplicaState, members: Members, name: str, source: int) -> None:
-    """Take the state of a member."""
+    """Receive a member's state."""
     assert state.outer is not None
     group = members.take(name, source)
     described = json.loads(members.store.get(f"{name}/{members.place.rank}"))
@@ -183,11 +183,11 @@ def receive(state: ReplicaState, members: Members, name: str, source: int) -> No
 
 
 class SharedMetrics:
-    """The metrics of a run whose replicas come and go: every replica makes records, and one writes its own for all. Another
-    that takes its place writes those of its own that the file lacks."""
+    """The metrics of a run with elastic replicas. Every replica makes records, and one replica writes its own for all. If another
+    replica takes over, it writes those of its own records that the file lacks."""
 
     def __init__(self, elastic: Elastic, out: Path, log: Callable[[str], None], begun: int | None) -> None:
-        """`begun`: the step that the run begins with, on those that begin it."""
+        """`begun`: the step the run begins with; None on a replica that joins later."""
         self.elastic, self.out, self.log = elastic, out, log
         self.pending: list[dict[str, Any]] = []
         self.before = 0
@@ -199,7 +199,7 @@ class SharedMetrics:
             self.last_written = self.metrics.last_written
 
     def record(self, **values: Any) -> None:
-        """Write a record, or store it until the next exchange has said who writes."""
+        """Write a record, or hold it back while another replica is the writer."""
         if "loss" in values:
             values |= dict(replicas=self.elastic.members.count)
         self.pending.append(values)
@@ -207,7 +207,7 @@ class SharedMetrics:
             return
         if self.metrics is None:
             written = max((r["step"] for r in read_metrics(self.out)), default=0)
-            # The newest is this replica's own to write, also where it is of a step that the other has recorded.
+            # The newest record is always written by this replica, even if the file already has one of that step.
             self.pending = [r for r in self.pending[:-1] if r["step"] > written] + self.pending[-1:]
             self.metrics = Metrics(self.out, self.elastic.whole, self.log, resumed_step=written)
         for each in self.pending:
@@ -215,11 +215,11 @@ class SharedMetrics:
         self.pending = []
 
     def after_exchange(self, step: int) -> None:
-        """Forget what whoever writes has written for sure: the records before the last exchange but one."""
+        """Drop the records that the writer has certainly written: those before the last exchange but one."""
         self.pending = [r for r in self.pending if r["step"] > self.before]
         self.before = step
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close the metrics file, if this replica has opened it."""
         if self.metrics is not None:
             self.metrics.close()

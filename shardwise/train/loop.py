@@ -1,7 +1,7 @@
 """The training loop: batch, forward, backward, step, record, evaluate, save; until the last step.
 
-The samples of a step are a function of its number alone (and of the batches that were left out as bad), so a resumed run sees
-what the unbroken one would have seen. Faults are handled by the fault monitor (`faults/monitor.py`).
+The samples of a step depend only on its number (and on the batches that were excluded as bad), so a resumed run sees the samples
+that an uninterrupted run would have seen. The fault monitor (`faults/monitor.py`) handles faults.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from shardwise.train.step import TrainState
 
 
 def train(run: Run, out: Path, has_agent: bool = False, open_source: OpenSource = TokenSource) -> None:
-    """Train the run into the folder `out`, resuming from its newest checkpoint if there is one. Every rank calls this; `has_agent`
-    when the process that started it records failures. Raises `Preempted` when told to stop, after saving."""
+    """Train the run into the folder `out`, resuming from its newest checkpoint if there is one. Every rank calls this. `has_agent`:
+    the process that started this rank records failures. Raises `Preempted` when asked to stop, after saving."""
     source = open_source(run)
     elastic = Elastic.here(run)
     mesh = Mesh((run if elastic is None else elastic.run).layout, choose_device(run.train.device).type)
@@ -77,7 +77,7 @@ def _attempt(
     display: PlainDisplay,
     excluded: list[int],
 ) -> None:
-    """From the newest checkpoint to the last step, leaving out the batches that earlier attempts found bad."""
+    """Train from the newest checkpoint to the last step, without the batches that earlier attempts found bad."""
     train_state = TrainState(run, mesh, elastic)
     joins = elastic is not None and elastic.begin(train_state)
     begun = joins or _restore(train_state, out, source, monitor, display)
@@ -122,7 +122,7 @@ def _attempt(
 
 
 def _restore(train_state: TrainState, out: Path, source: Source, monitor: FaultMonitor, display: PlainDisplay) -> bool:
-    """Take up the newest checkpoint, or the weights that the run starts from; returns whether there was a checkpoint."""
+    """Load the newest checkpoint, or the weights that the run starts from; returns whether there was a checkpoint."""
     resumed = resume(train_state, out, source.fingerprint, display.log, monitor.note_bytes)
     if resumed is None:
         load_weights(train_state, source.tokenizer, display.log, monitor.note_bytes)
@@ -134,8 +134,8 @@ def _restore(train_state: TrainState, out: Path, source: Source, monitor: FaultM
 
 
 def _write_run(run: Run, out: Path, begun: bool, log: Callable[[str], None]) -> None:
-    """Write the resolved run into its folder. Where the run has begun already it goes on without, because the disk may have room
-    again when it saves; a new folder that cannot be written is a mistake."""
+    """Write the resolved run into its folder. If that fails, a resumed run continues without it, because the disk may have room
+    again by the next save. A new folder that cannot be written is an error."""
     file = out / RUN_FILE
     try:
         write_atomically(file, to_toml(run).encode())
@@ -154,7 +154,7 @@ def _steps(
     display: PlainDisplay,
     monitor: FaultMonitor,
 ) -> None:
-    """All steps to the last, or to the one after which a rank was told to stop."""
+    """Run all steps to the last, or to the one after which a rank was asked to stop."""
     train = train_state.run.train
     step_log = _StepLog(train_state, metrics, display, monitor)
     for batch in source.batches(train.steps):
@@ -172,7 +172,7 @@ def _steps(
         elastic = train_state.elastic
         if elastic is not None:
             elastic.after_step(train_state, metrics)
-            if last or stop:  # one of the replicas writes what remains
+            if last or stop:  # `_write_end` evaluates and saves, on one of the replicas
                 return
         writes = elastic is None or elastic.members.writes
         if evaluates and not stop and writes:
@@ -212,8 +212,8 @@ def _write_end(
     display: PlainDisplay,
     monitor: FaultMonitor,
 ) -> None:
-    """Write what remains behind the last step, or behind the one after which the run was told to stop. Of replicas that come and go
-    one does, and the others wait for it."""
+    """Finish writing after the last step, or after the step at which the run was asked to stop. Of elastic replicas only one
+    evaluates and saves, and the others wait for it."""
     elastic, last = train_state.elastic, train_state.step == train_state.run.train.steps
     if elastic is not None:
         if not elastic.members.finish():
@@ -237,7 +237,7 @@ def _finish(
     display: PlainDisplay,
     monitor: FaultMonitor,
 ) -> None:
-    """Wait for the last checkpoint, tried again where it is the run's end; then report the whole run."""
+    """Wait for the last checkpoint to be written, and retry it if it is the run's final one; then report on the whole run."""
     train, step = train_state.run.train, train_state.step
     with monitor.phase("saving", done="saved"):
         problem = saver.finish()
@@ -264,13 +264,13 @@ def _finish(
 
 
 def steps_behind(device: torch.device) -> int:
-    """How many steps the host may have launched after the one whose loss it reads."""
+    """How many steps the host may have launched beyond the one whose loss it reads."""
     return 1 if device.type == "cuda" else 0
 
 
 class _StepLog:
-    """Reads, checks, records and shows the results of steps. On a GPU the host reads a step only when it has launched the next:
-    otherwise the GPU would idle until the next launch. All steps are read before anything that depends on them."""
+    """Reads, checks, records and shows the results of steps. On a GPU the host reads a step's result only after it has launched the
+    next step: otherwise the GPU would idle until that launch. All results are read before anything that depends on them."""
 
     def __init__(
         self,
@@ -290,16 +290,16 @@ class _StepLog:
         self.last = time.perf_counter()
 
     def add(self, result: StepResult, figures: dict[str, Any]) -> None:
-        """Add a launched step, and what is known of its batch."""
+        """Add a launched step and its batch's figures."""
         self.unread.append((result, self.train_state.tokens, figures))
 
     def restart_clock(self) -> None:
-        """Exclude the time of an evaluation or a checkpoint from the next step."""
+        """Exclude the time of an evaluation or a checkpoint from the next step's time."""
         if not self.unread:
             self.last = time.perf_counter()
 
     def read(self, all_steps: bool) -> bool:
-        """Read the steps that are due; returns whether a rank was told to stop."""
+        """Read the results that are due; returns whether a rank was asked to stop."""
         stop = False
         # Ranks of an asynchronous pipeline are never at the same step.
         behind = 1 if self.train_state.updates is not None else steps_behind(self.train_state.device)
@@ -316,7 +316,7 @@ class _StepLog:
         memory = peak_memory(self.train_state.device)
         objective = self.train_state.objective
         measured = objective.shown(dict(zip(objective.metrics, result.read_measured(), strict=True)))
-        # Of answers it is known which tokens are padding, and how many rows were computed where several are in one.
+        # A batch of answers reports its tokens without padding, and how many rows were computed after packing.
         counted = figures.get("step_tokens", run.batch_tokens) * replicas
         flops = self.flops * figures.get("packed_rows", run.train.global_batch) / run.train.global_batch
         skipped = self.monitor.judge(loss, grad_norm, result, self.display.log)
@@ -335,7 +335,7 @@ class _StepLog:
                 **measured,
                 **({"skipped": True} if skipped else {}),
             )
-        # The first steps are slow; a moving mean forgets them soon.
+        # The first steps are slow; a moving average soon forgets them.
         self.pace = seconds if result.step <= 2 or not self.pace else 0.95 * self.pace + 0.05 * seconds
         self.display.show(
             Progress(

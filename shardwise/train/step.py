@@ -1,10 +1,11 @@
 """One training step: microbatches forward and backward, gradients clipped, parameters updated, on any layout.
 
-The loss is the objective's: a sum over all tokens of the global batch divided by what it counts, so one batch of 8 and 8
-accumulated batches of 1 give the same gradient. The count is all-reduced while the passes run, and the gradients are corrected as
-they are clipped; loss and norm follow in a second all-reduce. The first one also carries whether any rank was asked to stop, so
-that all of them end after the same step. Parameters, gradients and optimizer are float32 for 16-bit arithmetic. On a GPU nothing
-here waits for the device, unless a guard must see the loss first: the host is free to prepare what comes next.
+The objective defines the loss: a sum over all tokens of the global batch divided by the objective's count, so one batch of 8 and 8
+accumulated batches of 1 give the same gradient. The count is all-reduced while the passes run, and the gradients are rescaled by
+it as they are clipped. Loss and gradient norm follow in a second all-reduce. The first all-reduce also carries whether any rank
+was asked to stop, so that all ranks end after the same step. With a 16-bit compute dtype, parameters, gradients and optimizer
+state are float32. On a GPU there is no host sync here, unless a guard must see the loss first: the host is free to prepare the
+next step.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ from shardwise.train.optimizers.schedule import LossScale
 from shardwise.train.progress.result import StepResult
 
 BESIDE = "beside_"
-"""Before the names of what a microbatch has of rows that are only passed forward."""
+"""Prefix of a microbatch's tensors that belong to forward-only rows."""
 
 
 class Tuning(Protocol):
-    """Called before every step, to find out how steps are fastest."""
+    """Called before every step, to find the fastest way to run steps."""
 
     done: bool
-    """Whether the choice is made."""
+    """Whether tuning has ended."""
 
     def __call__(self) -> None: ...
 
@@ -63,11 +64,11 @@ class Tuning(Protocol):
 
 
 class TrainState:
-    """A model being trained: this rank's part of it, its optimizer, the loss scale, step and tokens, and the history of steps."""
+    """A model being trained: this rank's shards of it, its optimizer, the loss scale, step and tokens, and the history of steps."""
 
     def __init__(self, run: Run, mesh: Mesh | None = None, elastic: Elastic | None = None) -> None:
-        """`elastic` on a rank of a replica that may leave and rejoin the run."""
-        self.elastic, self.job = elastic, run  # the job is what a checkpoint is of
+        """`elastic`: given on a rank of a replica that may leave and rejoin the run."""
+        self.elastic, self.job = elastic, run  # `job` is the run that a checkpoint describes
         if elastic is not None:
             run, self.job = elastic.run, elastic.job
         self.run = run
@@ -85,8 +86,8 @@ class TrainState:
         )
         if self.optimizer.host is not None:
             self.optimizer.host.watch(self.parallel.models)
-        self.exchange: Exchange | None = None  # of replicas that compress their gradients
-        self.outer: Outer | None = None  # of replicas that rarely speak
+        self.exchange: Exchange | None = None  # for replicas that compress their gradients
+        self.outer: Outer | None = None  # for replicas that synchronize only every `layout.sync_every` steps
         if elastic is not None:
             self.outer = ElasticOuter(self.parallel.parameters, elastic.layout, elastic.members)
         elif run.layout.replicate > 1 and run.layout.sync_every > 1:
@@ -103,14 +104,14 @@ class TrainState:
             self.reference = (
                 AdaptersOff(self.parallel) if own else Reference(reference_run(run), self.mesh, self.device)
             )
-        self.as_one = False  # whether replicas that rarely speak still do, in this step
+        self.as_one = False  # whether replicas with `sync_every` all-reduce gradients in this step (warm-up)
         self.step = 0
         self.tokens = 0
         self.history = History()
-        self.kept: dict[str, Tensor] = {}  # what else a checkpoint must hold, the same on every rank
-        self.tuner: Tuning | None = None  # what chooses between algorithms before a step (see `tune_gemms.py`)
+        self.kept: dict[str, Tensor] = {}  # further tensors for the checkpoint, the same on every rank
+        self.tuner: Tuning | None = None  # chooses GEMM algorithms before a step (see `tune_gemms.py`)
         self.replay: Callable[[Batch], Tensor] | None = (
-            None  # what runs the passes in their place (see `cuda_graph.py`)
+            None  # runs forward and backward in place of `passes` (see `cuda_graph.py`)
         )
         pipeline = self.parallel.pipeline
         self.updates = asynchronous.Updates(self, pipeline) if isinstance(pipeline, AsynchronousPipeline) else None
@@ -118,7 +119,7 @@ class TrainState:
 
     @property
     def all_models(self) -> list[Transformer]:
-        """This rank's stages, and those of a reference."""
+        """This rank's stages, and those of the reference model if there is one."""
         return [*self.parallel.models, *(self.reference.models if self.reference is not None else ())]
 
     @property
@@ -140,8 +141,8 @@ class TrainState:
     ) -> StepResult:
         """One step over this rank's share of the global batch.
 
-        `stop` asks all ranks to stop after this step. `accept` sees the loss and the gradient norm before anything is updated,
-        and must answer alike on every rank; without it the host does not wait for them. `recheck` computes everything twice.
+        `stop` asks all ranks to stop after this step. `accept` sees the loss and the gradient norm before anything is updated, and
+        must return the same on every rank; without it the host does not wait for them. `recheck` runs the passes twice.
         """
         for model in self.parallel.models:
             model.train()
@@ -153,7 +154,7 @@ class TrainState:
             self.optimizer.zero_grad()
         if self.tuner is not None:
             self.tuner()
-        # Ranks that share samples divide their count, so that a sum over all ranks counts it once.
+        # Ranks that share samples divide their count, so that a sum over all ranks counts each sample once.
         share = self.objective.count(batch) * layout.data_ranks / layout.world
         counted = self.start_all_reduce(on_device(torch.tensor([share, float(stop)], dtype=torch.float64), self.device))
         if self.objective.has_auxiliary:
@@ -167,15 +168,15 @@ class TrainState:
             square = self.optimizer.squared_norm(self.device) if own_square is None else own_square
         own = torch.cat((loss[None], self.objective.measured)).double() / layout.tensor
         sums = self.start_all_reduce(torch.cat((square[None], own)))
-        # Replicas of DDP have the same gradients and so the same norm: then the all-reduce overlaps with the optimizer.
+        # DDP replicas have the same gradients and so the same norm: then the all-reduce overlaps with the optimizer.
         square = square * layout.world if uses_ddp(self.mesh) else sums()[0]
-        if self.as_one:  # each replica has counted all of it
+        if self.as_one:  # each replica has counted the full gradient
             square = square / layout.replicate
         count = counted()[0].clamp(min=1)
         with phase("clip"):
             grad_norm, factor = self._norm_and_factor(square, count, clips=own_square is None)
         usable, rescaled = self._usable(grad_norm)
-        # All ranks must decide on the same loss, so the sum over ranks is waited for.
+        # All ranks must decide from the same loss, so this waits for the sum over ranks.
         accepted = not usable or accept is None or accept(*torch.stack((sums()[1] / count, grad_norm)).tolist())
         if usable and accepted:
             with phase("optimizer"):
@@ -191,13 +192,13 @@ class TrainState:
         return StepResult(self.step, loss, grad_norm, rate, asked, usable, rescaled, accepted, found)
 
     def passes(self, batch: Batch) -> Tensor:
-        """All microbatches forward and backward, and the gradients reduced; returns this rank's part of the loss."""
+        """All microbatches forward and backward, and the gradients reduced; returns this rank's share of the loss."""
         return self.passes_of(self.microbatches(batch))
 
     def passes_of(self, microbatches: list[Microbatch]) -> Tensor:
-        """The same, for a batch that is on the device."""
+        """The same as `passes`, for a batch that is already on the device in microbatches."""
         self.refresh()
-        # DistributedDataParallel averages where everything else adds.
+        # DistributedDataParallel averages gradients; everything else sums them.
         replicas = self.mesh.size("replicate") if uses_ddp(self.mesh) else 1
         factor = self.loss_scale.scale * replicas / self.objective.full_count
         self.objective.begin()
@@ -209,7 +210,7 @@ class TrainState:
         return loss
 
     def drain(self) -> None:
-        """Finish what an asynchronous pipeline has underway."""
+        """Finish the passes that an asynchronous pipeline has in flight."""
         if self.updates is not None:
             self.updates.pipeline.drain()
 
@@ -229,12 +230,12 @@ class TrainState:
         def batches() -> Iterator[Batch]:
             for start in range(0, -(-len(indices) // ranks), at_once):
                 own = share[start : start + at_once]
-                # All ranks run whole schedules; rows beyond a rank's share are padding without a loss.
+                # All ranks run full schedules; rows beyond a rank's share are padding without a loss.
                 batch = samples(np.concatenate((own, np.full(at_once - len(own), indices[0]))))
                 batch.targets[len(own) :] = IGNORE_INDEX
                 yield batch
 
-        if FACTS[self.run.objective.kind].forward_only:  # of all samples, before any of them
+        if FACTS[self.run.objective.kind].forward_only:  # summed over all samples before any loss
             strayed = sum((self._strayed(self.microbatches(batch)) for batch in batches()), start=loss.new_zeros(2))
             self.objective.set_strayed(self._whole_loss(strayed))
         for batch in batches():
@@ -244,7 +245,7 @@ class TrainState:
         return (self._whole_loss(loss) / self._over_data(counted)).item()
 
     def _with_reference(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """The microbatches with what the reference says of them, where there is one."""
+        """The microbatches with the reference's log-probabilities added, if there is a reference."""
         if self.reference is None:
             return microbatches
         known = [dict(microbatch) for microbatch in microbatches]
@@ -255,7 +256,7 @@ class TrainState:
         return known
 
     def _strayed(self, microbatches: list[Microbatch]) -> Tensor:
-        """What the objective adds up of rows that are only passed forward, on this rank."""
+        """This rank's share of the objective's sums over forward-only rows."""
         assert self.reference is not None
         beside = [
             {key.removeprefix(BESIDE): value for key, value in each.items() if key.startswith(BESIDE)}
@@ -265,7 +266,7 @@ class TrainState:
         collect(self.parallel, beside, self._stream(), "policy")
         total = torch.zeros(2, dtype=self.loss_dtype, device=self.device)
         for each in beside:
-            if "policy" in each:  # which the rank that ends its passes has
+            if "policy" in each:  # only on the rank where the forward pass ends
                 total += self.objective.strayed(each)
         return total
 
@@ -281,7 +282,7 @@ class TrainState:
         return stream_of(self.run, self.device)
 
     def microbatches(self, batch: Batch) -> list[Microbatch]:
-        """The batch in microbatches on the device, with this context rank's part of every sequence."""
+        """The batch as microbatches on the device, with this context rank's shard of every sequence."""
         with self.observers.phase("data"):
             return self._microbatches(batch)
 
@@ -299,7 +300,7 @@ class TrainState:
         return cut(batch, of_tokens, self.run, self.mesh, self.device)
 
     def _dropout_keys(self, rows: int, length: int) -> np.ndarray:
-        """A random number of each token, by the seed, the step, the sample in the global batch and the place in it."""
+        """A random key for each token, from the seed, the step, the sample's index in the global batch and the token's position."""
         replica = 0 if self.elastic is None else self.elastic.place.replica
         first = (replica * self.run.layout.data_ranks + self.mesh.data_index) * rows
         places = np.arange(first * length, (first + rows) * length).reshape(rows, length)
@@ -307,7 +308,7 @@ class TrainState:
         return mix64(mix64(places.astype(np.uint64)) ^ np.int64(step).astype(np.uint64)).view(np.int64)
 
     def _over_data(self, count: float) -> float:
-        """A count of this rank's samples, added over all data ranks."""
+        """A count over this rank's samples, summed over all data ranks."""
         if self.run.layout.data_ranks == 1:
             return count
         total = torch.tensor([count], dtype=torch.float64, device=self.device)
@@ -324,7 +325,7 @@ class TrainState:
         return loss
 
     def _reduce_loads(self) -> None:
-        """All-reduce the tokens routed to each expert of this rank's stages, over the whole batch."""
+        """All-reduce the number of tokens routed to each expert of this rank's stages, over the whole batch."""
         if not self.routers:
             return
         loads = torch.stack([router.load for router in self.routers])
@@ -337,7 +338,7 @@ class TrainState:
             router.load.copy_(load)
 
     def start_all_reduce(self, share: Tensor) -> Callable[[], Tensor]:
-        """Start an all-reduce over all ranks; the function returned waits for the sum."""
+        """Start an all-reduce over all ranks; the returned function waits for the sum."""
         with self.observers.phase("gradients"):
             speaking = "world" if self.as_one else self.mesh.speaking
             alone = self.mesh.size(speaking) == 1
@@ -352,8 +353,8 @@ class TrainState:
         return finish
 
     def _exchange_gradients(self, counted: Callable[[], Tensor]) -> Tensor | None:
-        """Add up gradients over replicas that do it by themselves. Where what comes out says nothing of the gradients' size, the
-        squared norm of each replica's own is returned, and nothing is clipped."""
+        """Sum gradients over replicas that do not use PyTorch's wrappers for it. If the result does not have the gradients' scale,
+        returns the squared norm of each replica's own gradients, and nothing is clipped."""
         if self.as_one and self.outer is not None:
             with self.observers.phase("gradients"):
                 self.outer.add_up()
@@ -368,7 +369,8 @@ class TrainState:
         return square
 
     def _sync(self, stop: Tensor) -> Tensor:
-        """Let replicas that rarely speak exchange what is due. Returns whether any rank was asked to stop: they learn that then."""
+        """Run the exchange that is due between replicas with `sync_every`. Returns whether any rank was asked to stop: such
+        replicas learn it only in an exchange."""
         if self.outer is None or self.as_one:
             if self.outer is not None:
                 self.outer.step(self.step, last=False)
@@ -377,9 +379,9 @@ class TrainState:
             return self.outer.sync(self.step, self.step == self.run.train.steps, stop)
 
     def _norm_and_factor(self, square: Tensor, count: Tensor, clips: bool = True) -> tuple[Tensor, Tensor]:
-        """The norm of the gradients, and the factor on them that divides by the objective's count, removes the loss scale and clips
-        the norm."""
-        # The backward pass divided by the count of a batch in which every token counts.
+        """Returns the gradient norm, and the factor on the gradients that divides by the objective's count, removes the loss scale
+        and clips the norm."""
+        # The backward pass divided by `full_count`: the count of a batch in which every token counts.
         factor = self.objective.full_count / (count * self.loss_scale.scale)
         norm = square.sqrt() * factor
         if self.run.train.clip and clips:

@@ -1,11 +1,11 @@
 """Finds the fastest cuBLASLt algorithms for a run's GEMMs, during the run itself.
 
 PyTorch takes the first algorithm that cuBLASLt proposes, which is chosen for a chip at its full clock. A chip that trains all day
-reaches its power limit and lowers its clock. Then the algorithm that draws less power wins, and a GEMM that is timed alone for
-some milliseconds does not show it. So for some hundred steps of training, which count like any others, the algorithms of all large
-GEMMs are drawn at random for each step, and the times of these steps show which are best together (`model/gemm/experiment.py`);
-some more steps, with those or without, confirm it. All give the same result to the last bit. The choice is kept for the next run
-on such a machine.
+reaches its power limit and lowers its clock. Then the algorithm that draws less power wins, and timing a GEMM alone for a few
+milliseconds does not show it. So for a few hundred ordinary training steps, each step draws random algorithms for all large GEMMs,
+and the step times show which combination is best (`model/gemm/experiment.py`). Some more steps, with that combination or with
+PyTorch's algorithms, confirm it. All algorithms give bitwise the same result. The choice is stored for the next run on the same
+kind of machine.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from shardwise.run.derive import tunes_gemms
 from shardwise.train.step import TrainState
 
 STEPS = 256
-"""Steps in which algorithms are drawn. Where steps vary by 0.6%, as seen on an H200, an effect is then known to some 0.2%."""
+"""Steps with randomly drawn algorithms. If step times vary by 0.6%, as seen on an H200, this measures an effect to about 0.2%."""
 COMPARED = 64
-"""Steps after those, with what seemed best or with PyTorch's algorithms: the best of many is in part the luckiest."""
+"""Further steps, with either the best combination or PyTorch's algorithms: the best of many is in part the luckiest."""
 SHAPES = 32
-"""Maximum number of GEMM shapes that are tuned; a network has some twenty."""
+"""Maximum number of GEMM shapes that are tuned; a network has about twenty."""
 
 
 def attach(train_state: TrainState, log: Callable[[str], None] = lambda _: None) -> None:
@@ -39,19 +39,19 @@ def attach(train_state: TrainState, log: Callable[[str], None] = lambda _: None)
 
 
 class Tuner:
-    """Called before every step: finds candidates after the first, draws among them, compares, and decides."""
+    """Called before every step: finds candidates after the first step, draws among them, compares, and decides."""
 
     def __init__(self, known: Choices, log: Callable[[str], None]) -> None:
         self.choices, self.log = known, log
         self.options: dict[Shape, list[Algorithm | None]] = {}
         self.experiment: Experiment | None = None
-        self.best: tuple[int, ...] | None = None  # once it is to be compared
+        self.best: tuple[int, ...] | None = None  # set once the comparison begins
         self.starts: list[torch.cuda.Event] = []
         self.steps = 0
         self.done = False
 
     def __call__(self) -> None:
-        """Called when a step is about to begin."""
+        """Called just before a step begins."""
         self.steps += 1
         if self.done or self.steps == 1:
             return
@@ -67,7 +67,7 @@ class Tuner:
             self._use(drawn if self.best is None else self.best if drawn[0] else self._defaults)
 
     def stop(self) -> None:
-        """Use PyTorch's algorithms where nothing is decided yet: a captured CUDA graph cannot change."""
+        """Use PyTorch's algorithms if nothing is decided yet: a captured CUDA graph cannot change."""
         if not self.done:
             self._use(self._defaults)
             self.done = True
@@ -96,7 +96,7 @@ class Tuner:
             self.log(f"the next {STEPS + COMPARED} steps also find the fastest algorithms for {count} GEMMs")
 
     def _evaluate(self) -> None:
-        """Decide by the times of the steps so far: what to compare, or what to take."""
+        """Decide from the step times so far: which combination to compare, or which algorithms to keep."""
         assert self.experiment is not None
         self.starts[-1].synchronize()
         times = [a.elapsed_time(b) for a, b in pairwise(self.starts)]

@@ -1,1 +1,2 @@
-"""What joins training and serving: answers made by the engine with the weights that are being trained, judged, and learned from."""
+"""Reinforcement learning, which joins training and serving: the engine generates answers with the weights being trained, reward
+functions judge them, and training learns from them."""

@@ -1,6 +1,6 @@
-"""The answers of a round as arrays, the same on every rank: prompts with what was drawn after them, what that is worth, and the
-batches that are made of it. Ranks draw and judge a share each and exchange them in one all-gather; a checkpoint holds them where a
-resumed run could not draw them again."""
+"""The answers of a round as arrays, the same on every rank: prompts with their sampled answers, the rewards, and the batches made
+of them. Each rank samples and judges a share, and one all-gather exchanges the shares. A checkpoint holds the answers if a resumed
+run could not sample them again."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ class Answers:
     """Answers, group by group."""
 
     tokens: Ints
-    """[answers, length]: a prompt and its answer, and then nothing: -1."""
+    """[answers, length]: a prompt and its answer, then -1."""
     prompts: Ints
-    """[answers]: tokens of each prompt."""
+    """[answers]: number of tokens of each prompt."""
     lengths: Ints
-    """[answers]: tokens of each answer."""
+    """[answers]: number of tokens of each answer."""
     logprobs: Floats
-    """[answers, length]: of the tokens drawn, by the engine."""
+    """[answers, length]: the engine's log-probabilities of its sampled tokens."""
     judged: Floats
-    """[answers, functions]: what each reward says."""
+    """[answers, functions]: the value of each reward function."""
     rewards: Floats
-    """[answers]: what counts."""
+    """[answers]: the total reward."""
     ended: Ints
-    """[answers]: 1 where an answer came to its end."""
+    """[answers]: 1 if an answer ended with an end token."""
     used: Ints
-    """[answers]: 1 where there is something to learn; 0 of groups that were left out and not replaced."""
+    """[answers]: 1 if the answer has a loss; 0 in groups that were left out and not replaced."""
     old: Floats
-    """[answers, length]: log-probabilities of targets by the trainer before the first update, where several steps learn from these;
-    else [answers, 0]."""
+    """[answers, length]: the trainer's log-probabilities of the targets before the first update, if several steps learn from these
+    answers; else [answers, 0]."""
     reference: Floats
-    """The same by the reference, where there is one."""
+    """[answers, length]: the reference's log-probabilities of the targets, if there is a reference; else [answers, 0]."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def take(self, rows: Ints | slice) -> Answers:
-        """Some of them."""
+        """The answers of these rows."""
         return Answers(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     @classmethod
@@ -64,22 +64,22 @@ class Answers:
         return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
 
     def tensors(self) -> dict[str, Tensor]:
-        """For a checkpoint."""
+        """The arrays as tensors, for a checkpoint."""
         return {f.name: torch.from_numpy(np.ascontiguousarray(getattr(self, f.name))) for f in fields(self)}
 
     @classmethod
     def of_tensors(cls, tensors: dict[str, Tensor]) -> Answers:
-        """From a checkpoint."""
+        """Answers from a checkpoint's tensors."""
         nothing = torch.zeros(
             len(tensors["prompts"]), 0, dtype=torch.float64
-        )  # a checkpoint holds nothing that is empty
+        )  # for arrays without columns: a checkpoint holds no empty tensors
         return cls(**{f.name: tensors.get(f.name, nothing).cpu().numpy() for f in fields(cls)})
 
 
 def as_answers(
     prompts: Sequence[Ints], drawn: Drawn, judged: Floats, rewards: Floats, length: int, group: int
 ) -> Answers:
-    """What was drawn for some prompts, in arrays of rows of that length."""
+    """The sampled answers to some prompts, as arrays with rows of `length` tokens."""
     count = len(drawn.tokens)
     tokens = np.full((count, length), -1, dtype=np.int64)
     logprobs = np.zeros((count, length))
@@ -97,10 +97,10 @@ def as_answers(
 
 
 def exchange(own: Answers, prompts: int, group: int, device: torch.device, ranks: Sequence[int]) -> Answers:
-    """All answers to `prompts` prompts, on every rank. Rank `ranks[r]` of n has those to prompts r, r + n, …"""
+    """All-gather the answers to `prompts` prompts. Of n ranks, rank `ranks[r]` has the answers to prompts r, r + n, …"""
     world = dist.get_world_size()
     share = -(-prompts // world) * group
-    # One message of numbers: tokens are exact in float64.
+    # All arrays travel in one float64 message, in which tokens are exact.
     columns = [getattr(own, f.name) for f in fields(Answers)]
     widths = [column.shape[1] if column.ndim > 1 else 1 for column in columns]
     parts = zip(columns, widths, strict=True)
@@ -122,17 +122,17 @@ def exchange(own: Answers, prompts: int, group: int, device: torch.device, ranks
 
 
 def tokens_of(answers: Answers) -> int:
-    """Of prompts and answers."""
+    """The number of tokens of prompts and answers."""
     return int((answers.prompts + answers.lengths).sum())
 
 
 def packing_of(answers: Answers, run: Run) -> Packing | None:
-    """How they are packed, where a run asks for it. The last token of an answer is only ever a target."""
+    """How the answers are packed, if the run asks for it; else None. An answer's last token is only a target, never an input."""
     return Packing(np.maximum(answers.prompts + answers.lengths - 1, 1), run) if run.objective.pack else None
 
 
 def batch_of(answers: Answers, rows: Ints, run: Run, pad: int, packing: Packing | None = None) -> AnswerBatch:
-    """The batch of a step that learns from all `answers`, of which this rank has these rows."""
+    """The batch of a step that learns from all `answers`; this rank has these `rows` of it."""
     group = run.objective.group
     advantages = group_advantages(answers.rewards.reshape(-1, group), run.objective.variant != "dr_grpo").ravel()
     weights = weights_of(run, answers.lengths)

@@ -1,9 +1,9 @@
-"""The source of batches of a GRPO run: a round of answers, drawn with the weights of the moment and judged, becomes the batches of
-one or several steps.
+"""The source of batches of a GRPO run: a round of answers, sampled with the current weights and judged, becomes the batches of one
+or several steps.
 
-A round is a function of the seed, the weights and how many prompts were used before. The last is saved with the history of a run,
-so a run that was killed draws the same again from its checkpoint. Where a checkpoint falls between the steps of one round, or the
-next one is made ahead with older weights, it holds the answers themselves.
+A round depends on the seed, the weights and the number of prompts used before. That number is saved with the history of a run, so a
+run that was killed samples the same answers again from its checkpoint. If a checkpoint falls between the steps of one round, or the
+next round was sampled ahead with older weights, the checkpoint holds the answers themselves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.tune.rounds import RoundInFlight, Rounds, prompts_of_round
 
 GREEDY = Sampling(0.0, logprobs=0)
 NOW, NEXT, FIGURES = "now/", "next/", "figures"
-"""Where a checkpoint keeps the answers that are learned from, those made ahead, and figures of these."""
+"""A checkpoint's keys for the current round's answers, those of the round made ahead, and the latter's figures."""
 
 
 class GrpoSource:
@@ -85,7 +85,7 @@ class GrpoSource:
             yield self.batch(own)
 
     def next_round(self, number: int) -> tuple[Answers, dict[str, Any]]:
-        """The answers to learn from now: made ahead, or made now."""
+        """The answers of the next round: made ahead, or made now."""
         self.finish_ahead()
         if isinstance(self.ahead, tuple):
             found, self.ahead = self.ahead, None
@@ -93,19 +93,19 @@ class GrpoSource:
         return self.rounds.make(number)
 
     def finish_ahead(self) -> None:
-        """Finish the round that was begun: the engine is then free for other weights."""
+        """Finish the round that was begun ahead: the engine is then free for other weights."""
         if isinstance(self.ahead, RoundInFlight):
             self.ahead = self.rounds.make(self.ahead.number, self.ahead)
 
     def batch(self, answers: Answers) -> AnswerBatch:
-        """This rank's share of a step that learns from these."""
+        """This rank's share of the batch of a step that learns from these answers."""
         packing = packing_of(answers, self.run)
         rows = self.state.samples(np.arange(len(answers) if packing is None else packing.rows))
         return batch_of(answers, rows, self.run, self.tokenizer.end, packing)
 
     def look_back(self, answers: Answers) -> None:
-        """Note log-probabilities of answers before they are learned from: the reference's, and the trainer's own, where several
-        steps learn from a round."""
+        """Store the answers' log-probabilities before any update: the reference's, and the trainer's own if several steps learn
+        from a round."""
         if self.reference is not None:
             with self.reference.in_place():
                 answers.reference = self.logprobs(answers)
@@ -113,7 +113,7 @@ class GrpoSource:
             answers.old = self.logprobs(answers)
 
     def logprobs(self, answers: Answers) -> NDArray[np.float64]:
-        """By the trainer's network as it is now, [answers, length]."""
+        """The log-probabilities of answers by the trainer's current network, [answers, length]."""
         size = self.run.train.global_batch
         parts = [answers.take(slice(n, n + size)) for n in range(0, len(answers), size)]
         found = []
@@ -123,7 +123,7 @@ class GrpoSource:
         return np.concatenate(found)
 
     def worth(self, answers: Answers) -> dict[str, Any]:
-        """Figures of answers: what they are worth, how long they are."""
+        """Figures of answers: rewards and lengths."""
         groups, packing = answers.rewards.reshape(-1, self.run.objective.group), packing_of(answers, self.run)
         found = {"reward": float(answers.rewards.mean()), "reward_std": float(groups.std(axis=1, ddof=1).mean())}
         for name, column in zip(self.rewards.names, answers.judged.T, strict=True):
@@ -139,7 +139,7 @@ class GrpoSource:
         return self._figures
 
     def evaluate(self) -> tuple[dict[str, float], str]:
-        """What the likeliest answers to some held-out prompts are worth."""
+        """The rewards of greedy answers to some held-out prompts."""
         self.finish_ahead()
         count = min(self.held_out.count, self.run.train.eval_sequences)
         self.rounds.rollouts.update()

@@ -1,4 +1,4 @@
-"""Log-probabilities of answers by the trainer, on any layout: forward passes through its pipeline, as an evaluation runs them."""
+"""The trainer's log-probabilities of answers, on any layout: forward passes through its pipeline, as in an evaluation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 
 class Collector(Objective):
-    """Puts the log-probabilities of targets into each microbatch, in the place of a loss."""
+    """Stores the log-probabilities of the targets in each microbatch, instead of computing a loss."""
 
     def __init__(self, temperature: float, device: torch.device) -> None:
         self.auxiliary_weights = torch.zeros(2, device=device)
@@ -36,7 +36,7 @@ class Collector(Objective):
 
 @torch.no_grad()
 def answer_logprobs(state: TrainState, batch: AnswerBatch) -> Floats:
-    """The log-probabilities of the targets of a step's batch, [rows of the global batch, length], on every rank."""
+    """The log-probabilities of a step's targets, [rows of the global batch, length], on every rank."""
     run, mesh = state.run, state.mesh
     state.refresh()
     for model in state.parallel.models:
@@ -47,7 +47,7 @@ def answer_logprobs(state: TrainState, batch: AnswerBatch) -> Floats:
     length = batch.tokens.shape[1]
     count = len(batch.tokens) * run.layout.data_ranks
     whole = np.zeros((count, length))
-    # Of tensor ranks, which all have the same, one tells; a rank on which no microbatch ends has nothing to tell.
+    # Tensor ranks all have the same values, so one of them contributes; a rank where no microbatch ends has none.
     rows = state.samples(np.arange(count)).reshape(len(microbatches), -1)
     places = zigzag_positions(length, run.layout.context, mesh.index("context"))
     for mine, microbatch in zip(rows, microbatches, strict=True):

@@ -1,6 +1,6 @@
-"""Answers packed into rows: several in one, which do not see each other, and no more rows than that takes. A step of short answers
-then has fewer microbatches. What is learned is the same but for rounding; experts' auxiliary losses, which are means over all
-tokens of the rows, see less padding."""
+"""Packs several answers, which do not attend to each other, into one row, and drops the rows that are no longer needed. A step of
+short answers then has fewer microbatches. The gradients are the same up to rounding; only the experts' auxiliary losses, which are
+means over all tokens of the rows, see less padding."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Ints = NDArray[np.int64]
 
 
 class Packing:
-    """Where the first tokens of each answer's own row, as many as `sizes` says, lie among packed rows."""
+    """Maps each answer's own row, of which the first `sizes` tokens count, to its position in the packed rows."""
 
     def __init__(self, sizes: Ints, run: Run) -> None:
         self.answers, self.length = len(sizes), run.train.seq_len
         items, ends = best_fit(sizes, self.length)
         first = np.concatenate(([0], ends[:-1]))
         self.of_row = np.empty(self.answers, dtype=np.int64)
-        """The row of each answer."""
+        """The packed row of each answer."""
         starts, number = (np.empty(self.answers, dtype=np.int64) for _ in range(2))
         for row, (start, end) in enumerate(zip(first.tolist(), ends.tolist(), strict=True)):
             own = items[start:end]
@@ -38,7 +38,7 @@ class Packing:
         self.positions, self.documents = self._laid_out(number)
 
     def _laid_out(self, number: Ints) -> tuple[Ints, NDArray[np.int32]]:
-        """Positions and documents; what is left of a row is one more of these."""
+        """Positions and documents of the packed rows; the unused rest of a row is one more document."""
         positions = np.zeros((self.rows, self.length), dtype=np.int64)
         documents = np.full((self.rows, self.length), -1, dtype=np.int32)
         positions[self.row, self.column] = self.place
@@ -50,13 +50,13 @@ class Packing:
         return positions, documents
 
     def lay(self, values: NDArray[Any], fill: float) -> NDArray[Any]:
-        """Values [answers, length] in packed rows."""
+        """Values [answers, length] laid out in packed rows."""
         found = np.full((self.rows, self.length), fill, dtype=values.dtype)
         found[self.row, self.column] = values[self.answer, self.place]
         return found
 
     def unlay(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Values of packed rows as [answers, length], zeros beyond each answer."""
+        """Values of packed rows as [answers, length], with zeros after each answer."""
         found = np.zeros((self.answers, self.length), dtype=values.dtype)
         found[self.answer, self.place] = values[self.row, self.column]
         return found

@@ -1,8 +1,8 @@
-"""The reference of a run: the weights that training began with, which answers must not move too far away from.
+"""The reference of a GRPO run: the weights that training began with, from which the policy must not move too far away.
 
-Every rank keeps its own shards of them. For a pass they change places with the parameters, element by element, so that the same
-network computes on any layout; it costs the memory of the parameters once, and two passes over them. With adapters nothing is kept:
-they are switched off for the pass.
+Every rank keeps its own shards of them. For a forward pass they are swapped with the parameters in place, so that the same network
+computes on any layout. This costs the memory of the parameters once more, and two passes over them. With adapters nothing is kept:
+the adapters are switched off for the pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Reference:
 
     @torch.no_grad()
     def __init__(self, state: TrainState, tokenizer: Tokenizer, log: Callable[[str], None]) -> None:
-        """A state that has made steps already reads them again from where they came from."""
+        """A resumed train state, whose step is not 0, reads the initial weights again from their source."""
         self.state = state
         self.kept: list[Tensor] = []
         if state.run.adapter.used:  # the reference is the network without its adapters
@@ -43,7 +43,7 @@ class Reference:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The network computes with the reference inside."""
+        """Inside this context the network computes with the reference weights."""
         if self.state.run.adapter.used:
             with contextlib.ExitStack() as stack:
                 for model in self.state.parallel.models:
@@ -63,5 +63,5 @@ class Reference:
             values.copy_(other)
             other.copy_(before)
         for model in self.state.parallel.models:
-            for module in sharded_modules(model):  # what was gathered before holds the other values
+            for module in sharded_modules(model):  # gathered parameters still hold the other values
                 module.reshard()

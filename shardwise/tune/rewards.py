@@ -1,8 +1,8 @@
-"""Rewards: plain Python functions in files that the user names, `file.py:function`, of (prompt, completion, row).
+"""Rewards: plain Python functions of (prompt, completion, row), in files that the user names as `file.py:function`.
 
-A function gets the prompt and the answer as text and the row of data that the prompt came from, and returns a number. Whatever goes
-wrong inside of it becomes a sentence that names the file, the function and the row. One that runs for too long is interrupted by an
-alarm of the operating system, which reaches whatever Python is doing.
+A function gets the prompt and the answer as text and the data row that the prompt came from, and returns a number. Any error inside
+it becomes a message that names the file, the function and the row. A function that runs too long is interrupted by an alarm of the
+operating system (SIGALRM), which reaches whatever Python is doing.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from shardwise.run.problems import nearest
 RewardFunction = Callable[[str, str, dict[str, Any]], Any]
 KEY = "objective.rewards"
 ROW_LETTERS = 200
-"""Of a row that a message shows."""
+"""Maximum number of characters of a row or answer in a message."""
 
 
 class TooLong(BaseException):
-    """Raised inside of a reward that takes too long. Not an `Exception`, which the function may catch."""
+    """Raised inside a reward function that takes too long. Not an `Exception`, which the function may catch."""
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What is judged: a prompt, an answer to it, and the row that the prompt is from."""
+    """The input of a reward function: a prompt, an answer to it, and the data row of the prompt."""
 
     prompt: str
     completion: str
@@ -49,17 +49,17 @@ class Answered:
 
 
 class Rewards:
-    """The reward functions of a run, called in their order and added up by weight."""
+    """The reward functions of a run, called in order and summed by weight."""
 
     def __init__(self, names: Sequence[str], weights: Sequence[float] = (), seconds: float = 10.0) -> None:
-        """`seconds`: what one call may take."""
+        """`seconds`: the time limit of one call."""
         self.names = tuple(name.rpartition(":")[2] for name in names)
         self.sources, self.seconds = tuple(names), seconds
         self.weights = np.array(weights or [1.0] * len(names), dtype=np.float64)
         self.functions = load_functions(names)
 
     def judge(self, answers: Sequence[Answered]) -> NDArray[np.float64]:
-        """What each function says of each answer [answers, functions]."""
+        """The value of each function for each answer [answers, functions]."""
         found = np.zeros((len(answers), len(self.functions)))
         for column, (source, function) in enumerate(zip(self.sources, self.functions, strict=True)):
             for row, answer in enumerate(answers):
@@ -67,7 +67,7 @@ class Rewards:
         return found
 
     def total(self, judged: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The sum of all functions by weight [answers]."""
+        """The weighted sum of all functions [answers]."""
         return judged @ self.weights
 
     def _call(self, source: str, function: RewardFunction, answer: Answered) -> float:
@@ -96,7 +96,7 @@ def _short(text: str) -> str:
 
 
 def _line_of(error: BaseException, source: str) -> str:
-    """Where in the user's file it happened."""
+    """The line of the user's file where the error happened."""
     file = Path(source.rpartition(":")[0]).name
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == file]
     return f" (line {lines[-1]})" if lines else ""
@@ -104,7 +104,8 @@ def _line_of(error: BaseException, source: str) -> str:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Interrupt what runs inside after so many seconds. Only the main thread can be interrupted; elsewhere it is judged after."""
+    """Interrupt the code inside this context after `seconds`. Only the main thread can be interrupted; in other threads the time is
+    checked afterwards."""
     if threading.current_thread() is not threading.main_thread():
         began = time.monotonic()
         yield
@@ -125,7 +126,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def load_functions(names: Sequence[str]) -> list[RewardFunction]:
-    """The functions of `file.py:name`, each file read once; everything that is wrong is reported at once."""
+    """Load the functions of `file.py:name`, each file once; all problems are reported together."""
     problems: list[Problem] = []
     modules: dict[str, ModuleType | None] = {}
     found: list[RewardFunction] = []
@@ -155,7 +156,7 @@ def load_functions(names: Sequence[str]) -> list[RewardFunction]:
 
 
 def _load(path: Path) -> ModuleType:
-    """A file as a module, which may import what stands beside it."""
+    """Load a file as a module, which may import other files of its folder."""
     if not path.is_file():
         raise UserError(Problem("there is no such file", KEY, str(path)))
     spec = importlib.util.spec_from_file_location(f"shardwise_rewards_{path.stem}", path)

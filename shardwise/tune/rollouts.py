@@ -1,7 +1,8 @@
-"""Answers to prompts by the engine, in the process that trains and with the weights being trained.
+"""Rollouts: the engine answers prompts in the training process, with the weights being trained.
 
-What is drawn follows from the seed of the run, the number of the batch, the prompt's place in it and the answer's in its group: not
-from the rank that draws it, nor from what else it computes. So a resumed run, or one on other ranks, draws the same.
+The sampled tokens depend on the run's seed, the number of the batch, the prompt's index in the batch and the answer's index in its
+group. They do not depend on the rank that samples them, nor on what else it computes. So a resumed run, or one on other ranks,
+samples the same answers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from shardwise.tune.stage_runner import StageRunner
 from shardwise.tune.weights import RolloutWeights
 
 _DRAWS = 4
-"""Keeps this use of the seed apart from others."""
+"""Separates this use of the seed from others."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Drawn:
     tokens: list[list[int]]
     logprobs: list[list[float]]
     ended: list[bool]
-    """Whether an answer came to its end, and was not cut at its limit."""
+    """Whether an answer ended with an end token, and was not cut at its limit."""
     seconds: float = 0.0
 
     @property
@@ -59,15 +60,15 @@ class Drawn:
 
 
 class Rollouts:
-    """The engine of a rank that trains, or its part of one. All ranks of an engine draw the same, at the same time."""
+    """The engine of a training rank, or its shard of one. All ranks of an engine sample the same answers at the same time."""
 
     def __init__(self, state: TrainState, ends: frozenset[int], owns: bool = False) -> None:
-        """`ends` are the tokens that end an answer; `owns`: draw with weights of its own (see `RolloutWeights`)."""
+        """`ends` are the tokens that end an answer; `owns`: use the engine's own copy of the weights (see `RolloutWeights`)."""
         run = state.run
         check_served(run)
         self.run, self.ends = run, ends
         self.weights = RolloutWeights(state, owns)
-        self.weights.update()  # matrices are joined with their values
+        self.weights.update()  # the engine joins matrices below and copies their values
         if run.serve.invariant:
             check_invariant("serve.invariant", run.model, state.dtype, state.device)
             make_invariant(self.weights.model)
@@ -84,25 +85,25 @@ class Rollouts:
             runner = runner_of_kind(StageRunner, self.weights.model, served, pages, run.train.seq_len, peers)
             runner.join()
         self.place = ServingRank(served.layout, state.mesh.rank)
-        """Which engine this rank has, or has a part of."""
+        """The engine that this rank has, or has a shard of."""
         self.weights.follow(runner.model)
         self.engine = Engine(runner, run.serve, pages, seed=run.train.seed)
 
     @property
     def beside_training(self) -> bool:
-        """Whether it may draw while the same rank trains: where its ranks meet over gloo, or there is only one."""
+        """Whether it may sample while the same rank trains: if its ranks communicate over gloo, or if there is only one."""
         peers = self.weights.peers
         return peers is None or not peers.recordable
 
     def update(self) -> None:
-        """Take the trainer's values; what was computed with those before is forgotten. Every rank calls it."""
+        """Take over the trainer's weights and drop the KV cache of the old ones. Every rank calls it."""
         self.weights.update()
         self.engine.pool.clear()
 
     def in_background(
         self, prompts: Sequence[Prompt], places: Sequence[int], batch: int, sampling: Sampling, group: int
     ) -> Callable[[], Drawn]:
-        """The same for a thread: a GPU draws on a stream of its own, after what the weights are still waiting for."""
+        """`draw` as a function for a thread. A GPU samples on its own stream, after the work that the weights still wait for."""
         ready = torch.cuda.Event() if self.weights.state.device.type == "cuda" else None
         if ready is not None:
             ready.record()
@@ -121,7 +122,7 @@ class Rollouts:
     def draw(
         self, prompts: Sequence[NDArray[np.int64]], places: Sequence[int], batch: int, sampling: Sampling, group: int
     ) -> Drawn:
-        """`group` answers to each prompt. `places` are the prompts' numbers in a batch of that number."""
+        """Sample `group` answers to each prompt. `places` are the prompts' indices in batch number `batch`."""
         asked = self.run.objective
         began = time.perf_counter()
         for place, prompt in zip(places, prompts, strict=True):
@@ -146,13 +147,13 @@ class Rollouts:
 
 
 def sampling_of(run: Run) -> Sampling:
-    """How a run draws, with the log-probabilities of what was drawn."""
+    """A run's sampling parameters, with the log-probabilities of the sampled tokens."""
     asked = run.objective
     return Sampling(asked.temperature, asked.top_k, asked.top_p, logprobs=0, drawn_logprobs=True)
 
 
 def memory_here(run: Run, device: torch.device, rank: int | None = None) -> RolloutMemory:
-    """What the plan says of this device: of a rank, or of the one with the least room."""
+    """The plan's memory for this device: of a given rank, or of the rank with the least room."""
     chip, total = CHIPS["cpu"], device_bytes(CHIPS["cpu"]) // run.layout.world
     if device.type == "cuda":
         chip = chip_of_driver_name(torch.cuda.get_device_name(device)) or CHIPS[LENDER]
@@ -161,7 +162,7 @@ def memory_here(run: Run, device: torch.device, rank: int | None = None) -> Roll
 
 
 def pool_pages(run: Run, device: torch.device) -> int:
-    """Pages of keys and values, as the plan has them: what training leaves on this device."""
+    """Pages of the KV cache, as the plan counts them: the memory that training leaves free on this device."""
     memory = memory_here(run, device)
     least = -(-run.train.seq_len // run.serve.page_tokens) + 1
     if memory.pages < least:
@@ -173,7 +174,8 @@ def pool_pages(run: Run, device: torch.device) -> int:
 
 
 def _lowest(pages: int, device: torch.device) -> int:
-    """Of all ranks: those of an engine have the same pages, and devices of one kind not always the same memory."""
+    """The minimum over all ranks: the ranks of an engine need the same number of pages, and devices of one kind do not always have
+    the same memory."""
     made = torch.tensor(pages, device=device)
     dist.all_reduce(made, op=dist.ReduceOp.MIN)
     return int(made)

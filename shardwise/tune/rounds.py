@@ -1,10 +1,11 @@
-"""Rounds of answers: prompts in their order, drawn by the engines of the ranks, judged by the user's rewards, and groups from which
-there is nothing to learn replaced by others.
+"""Rounds of answers: the ranks' engines sample answers to the prompts, in the prompts' order, the user's reward functions judge
+them, and groups with nothing to learn are replaced by others.
 
-A round may be begun ahead of time: its first answers are then drawn in a thread, with weights that the engine holds for itself,
-while the round before is learned from. It is finished where it is wanted, in the main thread: judging, exchanging and replacing.
-Engines that are cut over GPUs draw them before that instead: kernels of NCCL wait for their peers on the device, and two threads
-launch theirs in another order on each rank, so that those of training and those of the engine could wait for each other forever.
+A round may be started ahead of time: a thread then samples its first answers, with the engine's own copy of the weights, while
+training learns from the previous round. The main thread finishes the round when it is needed: it judges, exchanges and replaces.
+Engines that are sharded over GPUs sample these answers before that training instead of beside it. NCCL kernels wait for their peers
+on the device, and two threads launch them in a different order on each rank, so that kernels of training and of the engine could
+deadlock.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class RoundInFlight:
-    """A round under way: its number, and this rank's first answers."""
+    """A round in progress: its number, and this rank's first answers."""
 
     number: int
     first: Future[Drawn]
@@ -45,7 +46,7 @@ class Rounds:
     def __init__(
         self, state: TrainState, prompts: Prompts, tokenizer: Tokenizer, rewards: Rewards, note: Callable[[int], None]
     ) -> None:
-        """`note` is told of progress."""
+        """`note` is called to report progress."""
         self.state, self.prompts, self.tokenizer, self.rewards, self.note = state, prompts, tokenizer, rewards, note
         self.run: Run = state.run
         asked = self.run.objective
@@ -58,7 +59,7 @@ class Rounds:
         )
 
     def begin(self, number: int) -> RoundInFlight:
-        """Draw the first answers of a round, in a thread where that may be, with the weights of this moment."""
+        """Sample the first answers of a round with the current weights, in a thread if possible."""
         self.rollouts.update()
         first = self.state.history.prompts
         prompts = self._mine(self.prompts.take(np.arange(first, first + self.size)))
@@ -72,7 +73,8 @@ class Rounds:
         return RoundInFlight(number, drawn)
 
     def make(self, number: int, begun: RoundInFlight | None = None) -> tuple[Answers, dict[str, Any]]:
-        """Draw and judge the answers of a round, or finish one; and figures of it. Every rank calls it."""
+        """Sample and judge the answers of a round, or finish one that has begun. Returns the answers and their figures. Every rank
+        calls it."""
         asked, history = self.run.objective, self.state.history
         if begun is None:
             self.rollouts.update()
@@ -99,7 +101,7 @@ class Rounds:
             missing -= int(good.sum())
             if not missing:
                 break
-        if missing:  # nothing is learned from these; they only fill rows
+        if missing:  # these only fill rows, without a loss
             spare = Answers.joined(left_out).take(slice(0, missing * asked.group))
             spare.used[:] = 0
             kept.append(spare)
@@ -114,8 +116,8 @@ class Rounds:
     def answer(
         self, prompts: list[Prompt], places: range, number: int, sampling: Sampling, group: int, drawn: Drawn | None = None
     ) -> tuple[Answers, float]:  # fmt: skip
-        """Answers to prompts, judged, on every rank; and the seconds that this one took to draw its share. What an engine has drawn
-        its ranks judge in turns."""
+        """Returns judged answers to the prompts, on every rank, and the seconds that this rank took to sample its share. The ranks
+        of an engine take turns in judging its answers."""
         run, mine, place = self.run, self._mine(prompts), self.rollouts.place
         if drawn is None:
             drawn = self.rollouts.draw([p.tokens for p in mine], self._mine(list(places)), number, sampling, group)
@@ -133,7 +135,7 @@ class Rounds:
         return own, drawn.seconds
 
     def _mine(self, items: list[Item]) -> list[Item]:
-        """The share of this rank's engine."""
+        """This rank's engine's share of the items."""
         place = self.rollouts.place
         return items[place.replica :: place.layout.replicate]
 
@@ -147,23 +149,24 @@ class Rounds:
 
 
 def shares_of(layout: LayoutConfig) -> list[int]:
-    """The rank that judges prompts n, n + world, … of a round, by n: engines take prompts in turn, and their ranks take those."""
+    """Element n is the rank that judges prompts n, n + world, … of a round. Engines take prompts in turn, and the ranks of an
+    engine take its prompts in turn."""
     engines = [ServingRank(layout, rank).replica_ranks for rank in range(layout.world // layout.pipeline)]
     found = {tuple(ranks): ranks for ranks in engines}
     return [ranks[turn] for turn in range(layout.world // layout.replicate) for ranks in found.values()]
 
 
 def filters(run: Run) -> bool:
-    """Whether groups without a difference are left out."""
+    """Whether groups whose answers all have the same reward are left out."""
     asked = run.objective
     return asked.variant == "dapo" if asked.filter == "auto" else asked.filter
 
 
 def prompts_of_round(run: Run) -> int:
-    """Prompts that a round answers."""
+    """The number of prompts in a round."""
     return run.train.global_batch * run.objective.minibatches // run.objective.group
 
 
 def ends_of(tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that end an answer: the end of a document, and of a turn."""
+    """The tokens that end an answer: end of document and end of turn."""
     return frozenset({tokenizer.end} | {tokenizer.added[name] for name in END_NAMES if name in tokenizer.added})

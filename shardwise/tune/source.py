@@ -1,4 +1,4 @@
-"""Which source the batches of a run come from, by its objective."""
+"""Chooses the source of a run's batches by its objective."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shardwise.train.batches.source import Source, TokenSource
 
 
 def source_of(run: Run) -> Source:
-    """Token sets, or what a run makes itself."""
+    """Token sets, or for GRPO the answers that the run generates itself."""
     if run.objective.kind != "grpo":
         return TokenSource(run)
     from shardwise.tune.grpo import GrpoSource

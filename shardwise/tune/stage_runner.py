@@ -1,9 +1,9 @@
-"""The runner of a rank whose engine is cut over ranks that all schedule.
+"""The runner of a rank whose engine is sharded over ranks that each run their own scheduler.
 
-Every rank of a run knows the prompts of a round, and a scheduler is a function of what it is given. So the ranks of an engine do
-not tell each other what to compute, as those of a server do: each has an engine and makes the same steps. Tensor ranks pick the
-same tokens from the same logits. Of a pipeline only the last stage picks, and broadcasts what it picked to the stages before it: 16
-bytes a token, which the others read when they would have read their own.
+Every rank of a run knows the prompts of a round, and a scheduler is a deterministic function of its inputs. So the ranks of an
+engine do not send each other schedules, as those of a server do: each has an engine and makes the same steps. Tensor ranks sample
+the same tokens from the same logits. In a pipeline only the last stage samples, and it broadcasts the sampled tokens to the earlier
+stages: 16 bytes a token, which those read where they would have read their own.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shardwise.serve.sampler import Picked
 
 
 class StageRunner(Runner):
-    """A runner that knows what the last stage picked."""
+    """A runner that receives the tokens that the last stage sampled."""
 
     group: dist.ProcessGroup | None = None
-    """Of the pipeline's ranks, for what was picked."""
+    """The process group of the pipeline's ranks, for the sampled tokens."""
 
     def join(self) -> None:
-        """Meet the other stages. Every rank calls it."""
+        """Make the process group with the other stages. Every rank calls it."""
         assert self.peers is not None
         ranks = self.peers.place.pipeline_ranks
         self.stages = len(ranks)
@@ -37,8 +37,8 @@ class StageRunner(Runner):
 
 
 class _Shared(Launched):
-    """A step whose tokens come from the last stage: a CPU sends them as soon as they are there, a GPU when they are read, not to
-    wait for them before."""
+    """A step whose tokens come from the last stage. A CPU broadcasts them as soon as they are sampled; a GPU broadcasts them when
+    they are read, to avoid an earlier host sync."""
 
     def __init__(self, runner: StageRunner, made: Launched, count: int) -> None:
         super().__init__(made.picked, made.slots, made.logits, made.done, made.tokens)

@@ -1,15 +1,16 @@
-"""The weights that answers are made with: those being trained, as a network that the engine can run.
+"""The weights for rollouts: those being trained, as a network that the engine can run.
 
-Where a rank trains whole parameters (one device, or replicas), the engine's network is built over the trainer's own tensors: the
-parameters, or the 16-bit copies that its GEMMs use. Nothing is held twice, and an optimizer's step is seen at once. Only what the
-trainer keeps in higher precision than it computes in, and has no copy of, is cast into tensors of the engine's own.
+If a rank trains unsharded parameters (one device, or replicas), the engine's network is built over the trainer's own tensors: the
+parameters, or the 16-bit copies that its GEMMs use. Nothing is held twice, and the engine sees an optimizer step at once. Only
+parameters that the trainer keeps in a higher precision than its compute dtype, without a copy in that dtype, are cast into tensors
+of the engine's own.
 
-On any other layout the engine is cut over ranks too, and its weights are laid anew before answers are made: every rank of a replica
-sends what others need of its shards, in one all-to-all for each parameter (`plan/serving/relaid.py` says who needs what). A rank
-receives what its part of the engine holds, less what it trains itself.
+On any other layout the engine is sharded over ranks too, and its weights are resharded before each rollout: every rank of a replica
+sends the parts of its shards that others need, in one all-to-all for each parameter (`plan/serving/relaid.py` lists which rank
+needs what). A rank receives its shard of the engine's weights, less the parts it trains itself.
 
-Adapters are merged into matrices of the engine's own, in float32 or higher and rounded once; matrices of 4 bits are there as GEMMs
-take them. One matrix is made at a time, so what it is made of takes no memory beside what training takes at its peak.
+Adapters are merged into matrices of the engine's own, in float32 or higher and rounded once; 4-bit matrices are dequantized to the
+compute dtype. Matrices are built one at a time, so the temporaries need no more memory than training does at its peak.
 """
 
 from __future__ import annotations
@@ -36,24 +37,25 @@ from shardwise.torch_private import is_persistent
 from shardwise.train.step import TrainState
 
 GROUP = "rollout"
-"""The process group of the ranks that train a network together."""
+"""The name of the process group of the ranks that train one network together."""
 
 
 class RolloutWeights:
-    """The engine's network, or this rank's part of it, and how it comes to the trainer's values."""
+    """The engine's network, or this rank's shard of it, and how it gets the trainer's values."""
 
     def __init__(self, state: TrainState, owns: bool = False) -> None:
-        """`owns`: hold every tensor, so that training may go on while answers are made. Every rank makes one at the same time."""
+        """`owns`: copy every tensor, so that training may continue while the engine samples. All ranks must construct this
+        together."""
         self.state, run = state, state.run
         self.held = {each.name: each for each in state.parallel.parameters if not each.copy_of_other_stage}
         self.dtype = state.dtype
         self.relaying = Relaying(run, state.mesh.rank)
         layout = self.relaying.layout
         self.peers = Peers(layout, run.serve.invariant) if layout.world > layout.replicate else None
-        """The other ranks of this engine, where there are any."""
+        """The other ranks of this engine, if there are any."""
         self.shares = is_whole(run) and not owns
         self.copied: dict[str, Tensor] = {}
-        """The engine's own, by the name of the parameter."""
+        """The engine's own tensors, by parameter name."""
         self.buffers: dict[str, Tensor] = {}
         self.model = self._build()
         for name, owner, leaf, buffer in _buffers(self.model):
@@ -72,7 +74,7 @@ class RolloutWeights:
         return model
 
     def _share(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        """As `_tensor`, of a part of a parameter, and of buffers."""
+        """As `_tensor`, for a slice of a parameter, and for buffers."""
         known = name in self._names
         return self._tensor(name, size) if known else torch.zeros(size, device=self.state.device)
 
@@ -82,7 +84,7 @@ class RolloutWeights:
 
     @cached_property
     def _moves(self) -> dict[str, list[Moves]]:
-        """Of every parameter of the network, those of its parts."""
+        """For every parameter of the network, the moves of the tensors it is built from."""
         relaying = self.relaying
         return {
             name: [relaying.moves(part, wanted) for part, wanted in relaying.parts(name)]
@@ -91,7 +93,7 @@ class RolloutWeights:
 
     @cached_property
     def _every_buffer(self) -> list[tuple[str, Tensor]]:
-        """Of the whole network, without memory."""
+        """The buffers of the whole network, without memory."""
         run = self.state.run
         network = make_stage(run.model, self.dtype, range(run.model.layers), True, True)
         return [(name, buffer) for name, _, _, buffer in _buffers(network)]
@@ -113,7 +115,7 @@ class RolloutWeights:
         return high if exact else self.dtype
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
-        """The routers' selection biases, which every rank of a stage has whole."""
+        """A buffer of the engine: a router's selection bias, which every rank of a stage has unsharded."""
         found = self._trained_buffers()
         if self.shares and name in found:
             return found[name]
@@ -124,8 +126,8 @@ class RolloutWeights:
         return {full: b for model in self.state.parallel.models for full, _, _, b in _buffers(model)}
 
     def follow(self, model: Transformer) -> None:
-        """The engine has joined matrices in memory of its own, of which its parameters became views: let the trainer's copies be
-        those views, so that there is one of each again."""
+        """The engine has concatenated matrices in its own memory, and its parameters became views of it. Make the trainer's compute
+        copies those views too, so that each exists only once again."""
         for name, parameter in model.named_parameters():
             held = self.held.get(name)
             if self.shares and held is not None and held.compute_copy is not None:
@@ -137,7 +139,7 @@ class RolloutWeights:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Bring the network to the trainer's values. Every rank calls it."""
+        """Update the network to the trainer's values. Every rank calls it."""
         self.state.refresh()
         if is_whole(self.state.run):
             for name, target in self.copied.items():
@@ -151,12 +153,13 @@ class RolloutWeights:
         self._update_buffers()
 
     def _parts_here(self, name: str) -> dict[str, Tensor]:
-        """What a whole parameter is made of, as the trainer has it."""
+        """The trainer's tensors that an unsharded parameter is built from."""
         found = dict(self.relaying.parts(name))
         return {part: local(self.held[part].parameter) for part in found}
 
     def _receive(self, name: str, moves: Moves) -> Tensor | None:
-        """This rank's box of a part, from those that have it; every member takes part. None where it needs none of it."""
+        """Receive this rank's box of one of the tensors from the ranks that hold it; every member takes part. None if it needs no
+        part of the tensor."""
         entry = find_parameter(self.state.run.model, moves.name, self.state.run.adapter)
         exact = moves.name != name or read_exactly(self.state.run.model, name)
         dtype = getattr(torch, entry.dtype) if entry.dtype else self._kept_dtype(exact)
@@ -183,7 +186,7 @@ class RolloutWeights:
         return made
 
     def _fill(self, name: str, target: Tensor, box: Box, parts: dict[str, Tensor]) -> None:
-        """Give a tensor of the engine its values: a parameter's, or what its parts make."""
+        """Fill a tensor of the engine: with a parameter's values, or by dequantizing and merging the tensors it is built from."""
         run, base = self.state.run, parts[name]
         entry = find_parameter(run.model, name, run.adapter)
         if not entry.adapted and not entry.dtype:
@@ -204,7 +207,7 @@ class RolloutWeights:
         target.copy_(narrowed(base, box.within(made)))
 
     def _update_buffers(self) -> None:
-        """Those of the routers, from a rank that trains them."""
+        """Update the routers' buffers, from a rank that trains them."""
         found, group = self._trained_buffers(), self.state.mesh.group(GROUP)
         if is_whole(self.state.run) or group is None:
             for name, tensor in self.buffers.items():
@@ -221,14 +224,14 @@ class RolloutWeights:
 
 
 def narrowed(x: Tensor, box: Box) -> Tensor:
-    """The box of a tensor: a view."""
+    """A view of a tensor's box."""
     for dim, (start, length) in enumerate(zip(box.offset, box.size, strict=True)):
         x = x.narrow(dim, start, length)
     return x
 
 
 def _leaves(model: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:
-    """Every parameter: its full name, the module that holds it, its name there."""
+    """Every parameter: its full name, the module that holds it, its name in that module, and its tensor."""
     return [
         (f"{path}.{leaf}" if path else leaf, owner, leaf, parameter)
         for path, owner in model.named_modules()

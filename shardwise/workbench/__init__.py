@@ -1,1 +1,2 @@
-"""The workbench: a page on this machine where a run's keys are controls, and the plan follows; and runs watched as they train."""
+"""The workbench: a local page where a run's keys are controls and the plan follows them, and one that follows runs as they
+train."""

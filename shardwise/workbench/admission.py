@@ -1,6 +1,6 @@
-"""Who is let in: whoever has the address that the command printed. The server listens on this machine alone and its address holds a
-random token; a request without it, for another host's name (DNS rebinding), from another site's page, or too large is refused
-before anything reads it."""
+"""Access control: only clients with the address that the command printed are let in. The server listens on this machine alone, and
+its address contains a random token. A request without the token, for another host's name (DNS rebinding), from another site's
+page, or too large is refused before anything reads it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 TOKEN_HEADER = b"x-shardwise-token"
 MOST_BODY = 64 * 2**10
-"""Bytes of a request's body."""
+"""The largest body of a request, in bytes."""
 SECURITY = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
@@ -26,12 +26,12 @@ SECURITY = (
 
 
 def new_token() -> str:
-    """A token that nobody guesses."""
+    """A token that nobody can guess."""
     return secrets.token_urlsafe(24)
 
 
 class Admission:
-    """Lets requests through to the application that come from where they should."""
+    """Forwards only requests that pass these checks to the application."""
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self._app, self._token = app, token.encode()

@@ -1,5 +1,5 @@
-"""The model and the layout for pictures: the blocks of the network with shapes, parameters and operations, and the mesh of ranks
-with what each pipeline rank holds. All of it is read from the table of parameters and the coordinates of ranks."""
+"""The model and the layout for pictures: the blocks of the network with shapes, parameters and FLOPs, and the mesh of ranks with
+the layers that each pipeline rank holds. All of it is read from the parameter table and the coordinates of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN_GROUPS = tuple(group for group in GROUPS if group not in ("world", "sequen
 
 
 def blocks(run: Run) -> list[dict[str, Any]]:
-    """The network from the tokens to the scores: each kind of block once, with how often it is there."""
+    """The network from tokens to logits: each kind of block once, with its number of occurrences."""
     model = run.model
     dense = model.layers - model.moe_layers
     tied = [_score(run)] if model.tied_embeddings else []
@@ -29,8 +29,8 @@ def blocks(run: Run) -> list[dict[str, Any]]:
 
 
 def _piece(run: Run, entry: Parameter) -> dict[str, Any]:
-    """A parameter: what it is, what a token's forward pass computes with it, and how the layout cuts it. An
-    embedding is looked up."""
+    """A parameter: its name and shape, its FLOPs in a token's forward pass, and how the layout shards it. An embedding is a
+    lookup, without FLOPs."""
     model = run.model
     met = entry.numel // model.experts * model.experts_per_token if entry.routed else entry.numel
     tied = entry.owner == "embedding"
@@ -46,7 +46,7 @@ def _piece(run: Run, entry: Parameter) -> dict[str, Any]:
 
 
 def _attention(run: Run) -> dict[str, Any]:
-    """Queries against keys and the sum of values, which have no parameters."""
+    """Queries times keys and the weighted sum of values, which have no parameters."""
     model = run.model
     flops = 2.0 * model.heads * (model.head_dim + model.value_dim) * keys_seen(model, run.train.seq_len)
     shape = [model.heads, run.train.seq_len, run.train.seq_len]
@@ -62,7 +62,7 @@ def _attention(run: Run) -> dict[str, Any]:
 
 
 def _score(run: Run) -> dict[str, Any]:
-    """The head of a tied embedding: its operations without parameters of its own."""
+    """The head of a tied embedding: FLOPs without parameters of its own."""
     model = run.model
     shape, flops = [model.head_rows, model.hidden], 2.0 * model.head_rows * model.hidden
     return {"name": "head, tied to embed", "owner": "head", "shape": shape, "parameters": 0, "flops": flops, "cuts": []}
@@ -72,7 +72,7 @@ def mesh(run: Run, placement: Sequence[int], per_node: int) -> dict[str, Any]:
     """The ranks: size and stride of each group, and the stages and layers of each pipeline rank."""
     lay = run.layout
     layers = layers_of_stages(run)
-    # Where there is no pipeline, its one rank has all stages.
+    # Without pipeline parallelism, the one pipeline rank has all stages.
     homes = placement if lay.pipeline > 1 else [0] * len(layers)
     held: list[list[Any]] = [[] for _ in range(lay.pipeline)]
     for stage, home in enumerate(homes):

@@ -1,4 +1,4 @@
-"""The answer to a question of the page: the plan as `shardwise plan --json` gives it, and its charts as `--html` draws them."""
+"""The answer to a question of the page: the plan as `shardwise plan --json` prints it, and its charts as `--html` draws them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.workbench.anatomy import blocks, mesh
 from shardwise.workbench.question import Base
 
 SHOWN_MICROBATCHES = 24
-"""Microbatches that the timeline shows of a step."""
+"""Microbatches of a step that the timeline shows."""
 PATHS = {
     "model": "run.model.preset",
     "devices": "devices",
@@ -31,7 +31,7 @@ PATHS = {
     "job": "cost.days",
     "cost": "cost.usd",
 }
-"""Where `plan --json` has the number of a key figure."""
+"""The path of each key figure's number in `plan --json`."""
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,28 @@ class Planned:
     content: dict[str, Any]
     sections: dict[str, Section]
     anatomy: dict[str, Any]
-    """The model's blocks and the mesh, for pictures of them."""
+    """The model's blocks and the mesh of ranks, for pictures of them."""
     known: tuple[Prepared, Step]
-    """What a timeline is drawn from."""
+    """The data that a timeline is drawn from."""
 
     def timeline(self) -> Section:
-        """One step. It takes as long to draw as all numbers together, so the page asks for it after them."""
+        """The timeline of one step. It takes as long to draw as all numbers together, so the page requests it after them."""
         return html.timeline(timeline(self.best.job, SHOWN_MICROBATCHES, self.known))
 
     def whole(self) -> dict[str, Any]:
-        """For a page that cannot ask."""
+        """The answer with its timeline, for a page without a server."""
         content, section = self.as_dict(), self.timeline()
         content["parts"]["timeline"] = {"remark": section.remark, "body": section.body}
         return content
 
     def as_dict(self) -> dict[str, Any]:
-        """For the page."""
+        """The answer without its timeline, for the page."""
         parts = {name: {"remark": each.remark, "body": each.body} for name, each in self.sections.items()}
         return {"plan": self.content, "parts": parts, "layout": short_layout(self.best), "anatomy": self.anatomy}
 
 
 def answer(base: Base, changes: Mapping[str, str]) -> Planned:
-    """The plan of the run with these changes; raises every mistake in it. A page must not end where the planner does."""
+    """The plan of the run with these changes; raises every mistake in it. Errors of the planner must not end the page."""
     planned = base.planned(changes)
     try:
         return _answer(planned)
@@ -95,7 +95,7 @@ def _answer(planned: PlannedRun) -> Planned:
 
 
 def contents(best: Plan, planned: PlannedRun) -> dict[str, Any]:
-    """What `plan --json` prints of it."""
+    """The plan as `plan --json` prints it."""
     return best.as_dict() | _rollouts(best.run, best) | {"not_set": planned.left_open}
 
 
@@ -106,13 +106,13 @@ def _rollouts(run: Run, best: Plan) -> dict[str, Any]:
 
 
 def validated(best: Plan) -> tuple[float, float]:
-    """Between which factors of a predicted time the measured ones lie in 8 of 10 cases."""
+    """The factors of a predicted time between which 8 of 10 measured times lie."""
     seconds = best.account.step_seconds
     return best.low / seconds, best.high / seconds
 
 
 def _with_errors(best: Plan, errors: tuple[float, float]) -> list[tuple[str, str, str]]:
-    """The key figures, each that rests on a predicted time with its interval."""
+    """The key figures; those that depend on a predicted time include its interval."""
     low, high = errors
     account, cost = best.account, best.cost
     rate, days = account.tokens_per_second, cost.days * 86400

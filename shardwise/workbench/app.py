@@ -1,5 +1,5 @@
-"""The application: which path of the address is answered by what. Planning happens in this process, one question at a time; what
-takes seconds happens in others (`aside.py`), so that a control is answered at once meanwhile."""
+"""The application: the routes of the server. Planning runs in this process, one question at a time; slow work runs in other
+processes (`aside.py`), so that controls respond at once meanwhile."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardwise.workbench.question import Base, Keys, base_of, changes_of
 from shardwise.workbench.watch import Watch
 
 REMEMBERED = 256
-"""Answers that are kept: a slider goes back as often as forth."""
+"""Answers that are cached: a slider moves back as often as forth."""
 POLICY = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -33,7 +33,7 @@ POLICY = (
 
 
 class Workbench:
-    """The run that the page began with, and the answers given so far."""
+    """The run that the page began with, and the answers so far."""
 
     def __init__(self, base: Base) -> None:
         self.base = base
@@ -42,20 +42,20 @@ class Workbench:
         self._lock = Lock()
 
     def planned(self, changes: Keys) -> Planned:
-        """The plan with these changes; the last one is asked for again, for its timeline."""
+        """The plan with these changes; the last one is kept, because the page requests its timeline next."""
         name, last = json.dumps(changes, sort_keys=True), self._last
         if last is None or last[0] != name:
             last = self._last = (name, answer(self.base, changes))
         return last[1]
 
     def timeline(self, changes: Keys) -> dict[str, Any]:
-        """One step of the plan with these changes, drawn."""
+        """The drawn timeline of one step of the plan with these changes."""
         with self._lock:
             found = self.planned(changes).timeline()
         return {"remark": found.remark, "body": found.body}
 
     def answer(self, changes: Keys) -> bytes:
-        """The answer as JSON; what is wrong with a question is an answer too."""
+        """The answer as JSON; the mistakes in a question are an answer, too."""
         name = json.dumps(changes, sort_keys=True)
         with self._lock:
             if name in self._answers:
@@ -72,12 +72,12 @@ class Workbench:
 
 
 def problems_of(error: UserError) -> dict[str, Any]:
-    """What is wrong with a question, by key."""
+    """The mistakes in a question, by key."""
     return {"problems": [{"key": each.key, "message": each.message} for each in error.problems]}
 
 
 def encoded(content: Any) -> bytes:
-    """JSON, which has no numbers that are not finite."""
+    """Encode as JSON, which has no NaN or infinity."""
     try:
         return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     except ValueError:
@@ -85,7 +85,7 @@ def encoded(content: Any) -> bytes:
 
 
 def make_app(bench: Workbench | None, watch: Watch | None = None) -> Starlette:
-    """The application: a workbench, runs that are watched, or both. A question may name the watched run that it is about."""
+    """The application: a workbench, watched runs, or both. A question may name the watched run that it is about."""
     benches: dict[str, Workbench] = {}
     asides: dict[str, Aside] = {}
 
@@ -165,14 +165,14 @@ def make_app(bench: Workbench | None, watch: Watch | None = None) -> Starlette:
 
 
 def application(routes: list[Route]) -> Starlette:
-    """Routes, and an answer for whatever goes wrong."""
+    """An application of these routes, with a response for every error."""
     app = Starlette(routes=routes, exception_handlers={HTTPException: _nothing_there, Exception: _failed})
     app.router.redirect_slashes = False
     return app
 
 
 def html_response(made: Callable[[str], str]) -> Response:
-    """A page whose scripts are its own: each has the nonce of this answer."""
+    """A page that runs only its own scripts: each has the nonce of this response."""
     import secrets
 
     nonce = secrets.token_urlsafe(16)
@@ -181,7 +181,7 @@ def html_response(made: Callable[[str], str]) -> Response:
 
 
 def asked(function: Callable[[Any], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that takes a question as JSON; what is wrong with it is the answer."""
+    """An endpoint that takes a question as JSON; the mistakes in it are the answer."""
 
     async def endpoint(request: Request) -> Response:
         content, refused = await body_of(request)
@@ -196,7 +196,7 @@ def asked(function: Callable[[Any], Awaitable[Response]]) -> Callable[[Request],
 
 
 async def body_of(request: Request) -> tuple[Any, Response | None]:
-    """The JSON of a request's body, or the answer that refuses it."""
+    """The JSON of a request's body, or the response that refuses it."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         return None, refusal(415, "the body must be JSON")
     parts, size = [], 0
@@ -215,7 +215,7 @@ async def body_of(request: Request) -> tuple[Any, Response | None]:
 
 
 def refusal(status: int, why: str) -> Response:
-    """A sentence with a status."""
+    """An error response: a status and a sentence."""
     return Response(encoded({"problems": [{"message": why}]}), status, media_type="application/json")
 
 

@@ -1,5 +1,5 @@
-"""What takes seconds is worked out in processes of its own, one for each kind of question, at low priority: the page's controls are
-answered meanwhile. Only the newest question of a kind matters; an older one is given up for it, with its process."""
+"""Slow questions are answered in separate processes, one for each kind of question, at low priority, so that the page's controls
+respond meanwhile. Only the newest question of a kind matters; an older one is abandoned and its process killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 KINDS = ("changes", "ranking")
 LONGEST = 16 * 2**20
-"""Bytes of an answer."""
+"""The largest answer, in bytes."""
 
 
 class Aside:
@@ -26,11 +26,11 @@ class Aside:
         self._process: asyncio.subprocess.Process | None = None
 
     async def ask(self, given: dict[str, str], changes: dict[str, str]) -> dict[str, Any] | None:
-        """The answer, or None where a newer question came before it."""
+        """The answer, or None if a newer question came before it was ready."""
         self._asked += 1
         mine = self._asked
         if self._busy and self._process is not None:
-            with contextlib.suppress(ProcessLookupError):  # the question before this one ended it already
+            with contextlib.suppress(ProcessLookupError):  # the question before this one has already killed it
                 self._process.kill()
         async with self._lock:
             if mine != self._asked:
@@ -74,7 +74,7 @@ class Aside:
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """One answer; what is wrong with a question is one too."""
+    """The answer to one question; the mistakes in a question are an answer, too."""
     from shardwise.run import UserError
     from shardwise.workbench.changes import faster_changes, ranking
     from shardwise.workbench.errors import memory_error
@@ -90,7 +90,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer lines of JSON until there are no more, because the server ended: then what is being worked out is given up as well."""
+    """Answer lines of JSON until the input ends, because the server has ended; unfinished work is then abandoned."""
     os.nice(10)
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(asked,), daemon=True).start()

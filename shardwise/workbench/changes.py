@@ -1,4 +1,4 @@
-"""What would make a run faster, or fit: every change of one choice, each planned as if it had been made on the page."""
+"""The changes that would make a run faster, or make it fit: every change of one choice, each planned as if made on the page."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from shardwise.run.sections.declare import declared
 from shardwise.workbench.question import Base, Keys, text_of
 
 SHOWN = 6
-"""Changes that fit and are shown; two that do not fit come after them, since that is what memory would buy."""
+"""Changes that fit and are shown; two that do not fit come after them, to show what more memory would gain."""
 KEPT = 8
-"""Layouts of a ranking."""
+"""Layouts in a ranking."""
 
 
 def faster_changes(base: Base, changes: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The changes that bring most, best first; of a run that does not fit, those that make it fit."""
+    """The changes that gain most, best first; for a run that does not fit, those that make it fit."""
     run = base.planned(changes).run
-    if run.layout.auto:  # the search says what is best
+    if run.layout.auto:  # the search finds the best layout
         return []
     seconds, fits = _seconds(run), memory_of(run, job_of(run)).fits
     found = []
@@ -55,8 +55,8 @@ def _told(what: str, keys: Keys, gain: float, memory: Memory) -> dict[str, Any]:
 
 
 def neighbours(run: Run) -> Iterator[tuple[str, Keys]]:
-    """Runs that differ in one choice, as keys, with the words for it. Devices stay as many: one axis grows at another's
-    cost, by a little or by all of it."""
+    """Runs that differ in one choice, as keys, each with its description. The number of devices stays the same: one axis grows at
+    the expense of another, by a small factor or by all of it."""
     lay, micro = run.layout, run.train.microbatch
     for grows in RANK_AXES:
         for shrinks in RANK_AXES:
@@ -94,14 +94,14 @@ def neighbours(run: Run) -> Iterator[tuple[str, Keys]]:
 
 
 def ranking(base: Base, changes: Mapping[str, str], keep: int = KEPT) -> dict[str, Any]:
-    """The best layouts of the run on its devices, each with the keys that choose it."""
+    """The best layouts of the run on its devices, each with the keys that select it."""
     found = search(base.free(changes).run, keep=keep)
     rows = [_row(base, plan, change) for plan, change in zip(found.ranking, found.next_changes, strict=True)]
     return {"rows": rows, "searched": found.searched, "simulated": found.simulated}
 
 
 def with_layout(base: Base) -> Base:
-    """The run to begin with: where its layout is "auto", with the best one."""
+    """The run to start with; if its layout is "auto", with the best layout."""
     run = base.planned({}).run
     return Base({**base.given, **keys_of(base, search(run, keep=1).best.run)}) if run.layout.auto else base
 
@@ -121,7 +121,8 @@ def _row(base: Base, plan: Plan, change: str) -> dict[str, Any]:
 
 
 def keys_of(base: Base, run: Run) -> Keys:
-    """What to change so that the run has this layout: all of its keys that are given otherwise or are no defaults."""
+    """The keys to change so that the run has this layout: all layout keys that the base sets or that differ from their
+    defaults."""
     layout, defaults = to_dict(run)["layout"], all_keys()
     found = {"layout.auto": "false"} if "layout.auto" in base.given else {}
     for name, value in layout.items():

@@ -1,7 +1,7 @@
-"""A metric over steps, as long as it likes: numbers are only appended, and a picture of any range is made of few of them.
+"""A metric over steps, of any length: numbers are only appended, and a picture of any range is made from few of them.
 
-A chart is some thousand pixels wide, so of all points that fall into one column of it only the lowest and the highest can be seen.
-Those of whole blocks are found once, when a block is full; a picture of a million points then looks at some ten thousand.
+A chart is some thousand pixels wide, so of all points in one pixel column only the lowest and the highest can be seen. Those of
+full blocks are found once, when a block is full; a picture of a million points then reads some ten thousand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 
 class Growing:
-    """Numbers that are appended, in one array that doubles."""
+    """An append-only array of numbers, whose capacity doubles."""
 
     def __init__(self, dtype: str) -> None:
         self._room, self.count = np.empty(1024, dtype), 0
@@ -35,7 +35,7 @@ class Growing:
 
     @property
     def values(self) -> Array:
-        """All so far; a view that later ones do not change."""
+        """All numbers so far; later appends do not change this view."""
         return self._room[: self.count]
 
 
@@ -69,11 +69,11 @@ class Series:
         return (float(self._x.values[-1]), float(self._y.values[-1])) if len(self) else None
 
     def picture(self, low: float, high: float, columns: int) -> tuple[list[float], list[float | None]]:
-        """Points between two steps, at most two for each of so many columns: the lowest and the highest of those in it. What is
-        not finite is None."""
+        """Points between two steps, at most two for each of `columns` columns: the lowest and the highest in it. Values that are
+        not finite become None."""
         x, y = self._x.values, self._y.values
         begin, end = np.searchsorted(x, (low, high), "left")
-        # One beyond each side, so that lines reach the edges.
+        # One point beyond each side, so that lines reach the edges.
         begin, end = max(0, int(begin) - 1), min(len(x), int(end) + 2)
         shown = np.arange(begin, end)
         if end - begin > 4 * BLOCK * columns or end - begin > 64 * BLOCK:
@@ -86,7 +86,7 @@ class Series:
 
 
 def _thinned(shown: Array, y: Array, columns: int) -> Array:
-    """Of consecutive points the lowest and the highest of each column, and the first and the last of all."""
+    """The lowest and the highest point of each column of consecutive points, and the first and the last of all."""
     size = -(-len(shown) // columns)
     whole = len(shown) // size * size
     block = y[:whole].reshape(-1, size)

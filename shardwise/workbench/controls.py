@@ -1,5 +1,5 @@
-"""The controls of the page: every key that a plan of a training run answers to, made from its declaration. What is turned most is
-at the top with a slider; the rest is folded away by section."""
+"""The controls of the page: every key that affects the plan of a training run, made from its declaration. The most used ones are
+at the top with sliders; the rest are folded away by section."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ FIRST: dict[str, tuple[str, ...]] = {
         "layout.async_tensor",
     ),
 }
-"""What is always in sight."""
+"""Keys that are always visible."""
 WITHOUT_EFFECT = ("name", "layout.auto", "layout.fixed", "cluster.rendezvous", *FILES)
-"""Keys that the page does not offer: they name things, or start a search, for which there is a button."""
+"""Keys that the page does not offer: they are names or files, or start a search, for which there is a button."""
 
 
 def _powers(first: int, last: int) -> list[int]:
@@ -48,11 +48,11 @@ SLIDERS: dict[str, list[int]] = {
     "cluster.nodes": _powers(0, 13),
     "cluster.devices_per_node": [0, 1, 2, 4, 8, 16, 32, 64, 72],
 }
-"""Values that a slider and the arrow keys go through; any other may be typed."""
+"""Values that a slider and the arrow keys step through; any other can be typed."""
 
 
 def offered() -> list[Key]:
-    """The keys that are controls, by full name."""
+    """The keys that are controls, with their full names."""
     keys = all_keys()
     return [_named(name, keys[name]) for name in keys if name not in WITHOUT_EFFECT and not name.startswith("serve.")]
 
@@ -85,7 +85,7 @@ def value_at(run: Mapping[str, Any], name: str) -> str:
 
 
 def choices(key: Key) -> Sequence[str]:
-    """What a key can be chosen from; empty where anything may be written."""
+    """The options of a key; empty if any value can be typed."""
     if key.name == "model.preset":
         return ["", *PRESETS]
     if key.name == "cluster.chip":

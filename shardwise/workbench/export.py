@@ -1,5 +1,5 @@
-"""The workbench as a file that opens from disk, without a server: it holds the plans of the run and of its neighbourhood, which are
-the changes that would make it faster, the best layouts, and every control turned by itself."""
+"""The workbench as a file that opens from disk, without a server. It contains the plans of the run and of its neighbourhood: the
+changes that would make it faster, the best layouts, and every control changed by itself."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from shardwise.workbench.page import workbench_page
 from shardwise.workbench.question import Base, Keys
 
 MOST_BYTES = 720 * 2**10
-"""Of all plans together, packed; with the rest the page stays below a megabyte."""
+"""The size limit of all plans together, compressed; with the rest the page stays below a megabyte."""
 FAR = 8
-"""A slider goes so many times as far, to either side."""
+"""A slider is moved by at most this factor, to either side."""
 LEFT_OUT = ("model.preset", "cluster.chip", "objective.kind", "adapter.kind")
-"""What makes another run of it."""
+"""Controls that would make it another run."""
 
 
 def export_page(base: Base, told: Callable[[str], None] = lambda text: None) -> str:
-    """The page."""
+    """The exported page."""
     first = answer(base, {}).whole()
     changes = faster_changes(base, {})
     told("searching for the best layouts")
@@ -54,7 +54,7 @@ def _without_mistakes(made: Callable[[], dict[str, Any]]) -> dict[str, Any] | No
 
 
 def _turned(run: dict[str, Any]) -> Iterator[Keys]:
-    """Every control at the left turned by itself: near values first."""
+    """Every control at the left changed by itself, nearest values first."""
     keys = {key.name: key for key in offered()}
     found: list[tuple[float, str, str]] = []
     for name in (name for names in FIRST.values() for name in names if name not in LEFT_OUT):
@@ -71,7 +71,7 @@ def _turned(run: dict[str, Any]) -> Iterator[Keys]:
 
 
 class _Pool:
-    """Answers whose equal parts are kept once, since most changes leave most parts alone."""
+    """Answers whose equal parts are stored once, since most changes leave most parts unchanged."""
 
     def __init__(self) -> None:
         self._texts: dict[str, int] = {}
@@ -79,11 +79,11 @@ class _Pool:
         self._bytes = 0
 
     def has(self, changes: Keys) -> bool:
-        """Whether a question is answered already."""
+        """Whether a question already has an answer."""
         return question_name(changes) in self._answers
 
     def add(self, changes: Keys, content: dict[str, Any]) -> bool:
-        """Add an answer; whether there was room for it."""
+        """Add an answer; returns whether there was room for it."""
         before = len(self._texts)
         packed = {name: self._place(part) for name, part in content.items()}
         new = list(self._texts)[before:]
@@ -100,11 +100,11 @@ class _Pool:
         return self._texts.setdefault(text, len(self._texts))
 
     def packed(self) -> str:
-        """All of it, for the page to unpack."""
+        """All answers, compressed, for the page to unpack."""
         content = {"texts": list(self._texts), "answers": self._answers}
         return b64encode(gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)).decode()
 
 
 def question_name(changes: Keys) -> str:
-    """What an exported page calls a question."""
+    """The name of a question in an exported page."""
     return json.dumps(sorted(map(list, changes.items())), separators=(",", ":"))

@@ -1,7 +1,7 @@
-"""A run folder followed as it grows: `metrics.jsonl` and `events.jsonl`, read on from where they were read to.
+"""Follows a run folder as it grows: `metrics.jsonl` and `events.jsonl` are read on from the last position.
 
-Looking costs two `stat` calls where nothing is new. A resumed run truncates its metrics and writes other lines in their place; the
-last bytes that were read are remembered, and where they are no longer there the file is read from its beginning.
+If nothing is new, a look costs two `stat` calls. A resumed run truncates its metrics and writes other lines in their place. So the
+last bytes that were read are remembered, and if they are no longer there, the file is read from its beginning.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ CHUNK = 4 * 2**20
 """Bytes read at a time, so that a page sees the beginning of a long file while the rest is read."""
 MOST_EVENTS = 2000
 MOST_SAMPLES, MOST_TEXTS = 50, 8
-"""Evaluations whose samples of text are kept, the last ones, and texts of each."""
+"""The number of last evaluations whose text samples are kept, and of texts kept from each."""
 REMEMBERED = 64
-"""Bytes before the place that was read to, by which a file is known to be the same."""
+"""Bytes before the read position, by which a file is recognized as the same."""
 
 
 class Tail:
-    """The complete lines of a file that is appended to."""
+    """The complete lines of a file that grows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,7 +36,7 @@ class Tail:
         self._at, self._before, self._more = 0, b"", False
 
     def read(self) -> tuple[list[bytes], bool]:
-        """New lines, at most some MiB of them, and whether they are the file's first, because it is another than before."""
+        """New lines, at most some MiB of them, and whether the file has been replaced, so that they are its first."""
         try:
             now = os.stat(self.path)
         except OSError:
@@ -63,12 +63,12 @@ class Tail:
 
     @property
     def more(self) -> bool:
-        """Whether the file went on where the last reading stopped."""
+        """Whether the file may continue where the last read stopped."""
         return self._more
 
 
 class FollowedRun:
-    """What is known of a run from its folder."""
+    """The data of a run from its folder."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
@@ -84,7 +84,7 @@ class FollowedRun:
         self.useful = self.skipped = 0.0
 
     def look(self) -> bool:
-        """Read on; gives whether there was anything new."""
+        """Read on; returns whether there was anything new."""
         lines, again = self._metrics.read()
         if again:
             self._forget()
@@ -101,7 +101,7 @@ class FollowedRun:
 
     @property
     def more(self) -> bool:
-        """Whether there is more to be read at once."""
+        """Whether more can be read at once."""
         return self._metrics.more
 
     def _add(self, records: list[dict[str, Any]]) -> None:
@@ -133,7 +133,7 @@ class FollowedRun:
             self.series.setdefault(key, Series()).extend(steps, values)
 
     def summary(self, now: float) -> dict[str, Any]:
-        """The state of the run: where it stands, whether it goes on, and what became of its time."""
+        """The state of the run: its last step, whether it is still training, and its goodput."""
         latest = {key: series.last for key, series in self.series.items()}
         step = max((point[0] for point in latest.values() if point), default=0)
         return {
@@ -149,7 +149,7 @@ class FollowedRun:
         }
 
     def _state(self) -> str:
-        """What the last event says."""
+        """The state that the last event reports."""
         for event in reversed(self.events):
             word = {"end": "ended", "failed": "failed", "begin": "starting", "training": "training"}.get(event["what"])
             if word:
@@ -159,7 +159,7 @@ class FollowedRun:
     def _goodput(self, now: float) -> dict[str, Any] | None:
         if (
             not self.events or len(self.events) == MOST_EVENTS
-        ):  # older ones are forgotten, and a share of them would be wrong
+        ):  # older events were dropped, and the goodput of the rest would be wrong
             return None
         steps = [{"seconds": self.useful}, {"seconds": self.skipped, "skipped": True}]
         try:
@@ -174,7 +174,7 @@ class FollowedRun:
 
 
 def _records(lines: list[bytes]) -> list[dict[str, Any]]:
-    """The records of lines; all at once, which takes a third of the time, unless one is damaged."""
+    """The records of lines; parsed all at once, which takes a third of the time, unless one is damaged."""
     try:
         found = json.loads(b"[" + b",".join(line for line in lines if line) + b"]")
         return [record for record in found if isinstance(record, dict)]
@@ -183,7 +183,7 @@ def _records(lines: list[bytes]) -> list[dict[str, Any]]:
 
 
 def _texts(samples: list[Any]) -> list[dict[str, str]]:
-    """Samples of text, as far as they are some."""
+    """The valid text samples."""
     return [
         {"prompt": each["prompt"], "text": each["text"]}
         for each in samples[:MOST_TEXTS]
@@ -192,7 +192,7 @@ def _texts(samples: list[Any]) -> list[dict[str, str]]:
 
 
 def _number(value: Any) -> float | None:
-    """A number; one that is not finite was written as text."""
+    """A number; values that are not finite were written as text."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
@@ -205,11 +205,11 @@ def _shown(value: float) -> float | str:
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """The folder itself if a run is in it, else those inside of it that hold one, two deep."""
+    """The folder itself if it holds a run, else the folders in it that do, up to two levels deep."""
     if _is_run(folder):
         return [folder]
     found: list[Path] = []
-    for pattern in ("*", "*/*"):  # what is inside of a run are its checkpoints
+    for pattern in ("*", "*/*"):  # folders inside a run are its checkpoints
         found += [each for each in sorted(folder.glob(pattern)) if each.parent not in found and _is_run(each)]
     return found
 

@@ -1,5 +1,5 @@
-"""The page as one file: style, scripts, controls and the first answer are inside of it, so that it is there with one request and an
-exported one opens from disk."""
+"""The page as one file: style, scripts, controls and the first answer are embedded, so that one request loads it and an exported
+page opens from disk."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def workbench_page(
     watched: bool = False,
     more: Mapping[str, Any] | None = None,
 ) -> str:
-    """The page with the answer to its first question; `run` is what the server calls the run, where it has several. `more` is what
-    a page without a server knows by itself."""
+    """The page with the answer to its first question; `run` is the server's name for the run, if it has several. `more` is the
+    data that a page without a server carries."""
     answer = json.loads(first)
     state: dict[str, Any] = {"given": base.given, "first": answer, "colors": colors.CATEGORY | colors.OWNER}
     if run is not None:
@@ -52,10 +52,10 @@ def workbench_page(
 
 
 def document(title: str, body: str, state: Any, scripts: tuple[str, ...], nonce: str) -> str:
-    """A whole page of these scripts, beside those that every page has; without a nonce it stands for itself."""
+    """A complete page with these scripts, besides those that every page has; without a nonce, for a standalone file."""
     marked = f' nonce="{nonce}"' if nonce else ""
     charts = _text("shardwise.workbench", "uplot/uPlot.min.css") if any("uplot" in name for name in scripts) else ""
-    # The library's style comes first, so that ours may change it.
+    # The library's style comes first, so that ours may override it.
     style = charts + _text("shardwise.report", "page.css") + _text("shardwise.workbench", "workbench.css")
     code = [_text("shardwise.report", "page.js"), *(_text("shardwise.workbench", name) for name in scripts)]
     return (
@@ -69,7 +69,7 @@ def document(title: str, body: str, state: Any, scripts: tuple[str, ...], nonce:
 
 
 def in_script(content: Any) -> str:
-    """JSON inside of a script element, which "<" could end."""
+    """JSON inside a script element, which "<" could end."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -83,14 +83,14 @@ def offline_page(found: Planned) -> str:
 
 
 def _controls(base: Base, answer: dict[str, Any]) -> str:
-    """The controls; where the first run has a mistake, with the values that the others have."""
+    """The controls with the values of the first run, or with the defaults if that run has a mistake."""
     if "plan" in answer:
         return panel(answer["plan"]["run"])
     return panel(to_dict(read_planned(None, []).run))
 
 
 def watch_page(name: str, nonce: str) -> str:
-    """The page of runs that are watched, which asks for all it shows."""
+    """The page of watched runs, which requests all data that it shows."""
     parts = (
         '<section id="latest" aria-label="Now"><div class="body"></div></section>'
         '<section id="charts" aria-label="Charts"><div class="body"></div></section>'

@@ -1,6 +1,6 @@
-"""What the page asks: a run, given as the keys of its file and the keys that were changed on the page.
+"""Questions of the page: a run, given as the keys of its file and the keys that were changed on the page.
 
-The answer is that of `shardwise plan RUN --section.key=value …`, because the keys are read by the same reader.
+The answer is that of `shardwise plan RUN --section.key=value …`, because the same reader reads the keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.run import PlannedRun, Problem, UserError, read_planned
 from shardwise.run.config import SECTIONS, all_keys
 
 MOST_TEXT = 2000
-"""Characters of a value."""
+"""The longest value, in characters."""
 START = {
     "name": "workbench",
     "model.preset": "llama3-70b",
@@ -34,13 +34,13 @@ START = {
     "train.microbatch": "1",
     "train.dtype": "bfloat16",
 }
-"""The run of a workbench that was given none: that of examples/llama3-70b-h100.toml."""
+"""The run of a workbench that was started without one: that of examples/llama3-70b-h100.toml."""
 
 FILES = ("cluster.profile", "data.sets", "data.validation")
-"""Keys that name files which a plan reads. Whoever opened the page may plan, not look around."""
+"""Keys that name files which a plan reads. Users of the page may plan, but not look at other files."""
 
 Keys = dict[str, str]
-"""Full keys to values, as a command line would give them."""
+"""Full keys and their values, as on a command line."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Base:
     given: Keys
 
     def overrides(self, changes: Mapping[str, str]) -> list[str]:
-        """All keys as overrides. Another preset takes the keys of the network along with it."""
+        """All keys as overrides. A changed preset removes the given keys of the network."""
         kept = {
             name: value
             for name, value in self.given.items()
@@ -63,16 +63,16 @@ class Base:
         return read_planned(None, self.overrides(changes), (unknown_chip,))
 
     def free(self, changes: Mapping[str, str]) -> PlannedRun:
-        """The same without a layout, which is to be searched for."""
+        """The same run without a layout, which is to be searched for."""
         keys = [each for each in self.overrides(changes) if not each.startswith("layout.")]
         return read_planned(None, [*keys, "layout=auto"], (unknown_chip,))
 
 
 def base_of(path: str | None, overrides: list[str]) -> Base:
-    """The run of a file or of keys; of neither, one to play with."""
+    """The run of a file or of keys; without either, an example run."""
     given: Keys = {} if path or overrides else dict(START)
     if path:
-        read_planned(path, overrides, (unknown_chip,))  # says what is wrong with the file, by its name
+        read_planned(path, overrides, (unknown_chip,))  # reports mistakes with the file's name
         given = _keys_of_file(Path(path))
     for item in overrides:
         name, _, value = item.partition("=")
@@ -98,12 +98,12 @@ def _keys_of_file(path: Path) -> Keys:
 
 
 def text_of(value: Any) -> str:
-    """A value as a command line would give it."""
+    """A value as on a command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def changes_of(content: Any) -> Keys:
-    """The changed keys of a request's body; raises what is wrong with it."""
+    """The changed keys of a request's body; raises every mistake in it."""
     changes = content.get("changes", {}) if isinstance(content, dict) else None
     if not isinstance(changes, dict):
         raise UserError('a question is {"changes": {"section.key": "value", …}}')

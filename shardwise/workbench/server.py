@@ -1,5 +1,5 @@
-"""A server on this machine, from its address to its end. It says its address in one line when it is ready, opens it in a browser
-unless told not to, and ends with Ctrl-C or SIGTERM."""
+"""A server on this machine, from start to end. It prints its address in one line when it is ready, opens it in a browser unless
+told not to, and ends with Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMITS = Limits(body_bytes=MOST_BODY, head_bytes=32 * 2**10, connections=256)
 
 
 def serve_page(app: ASGIApp, what: str, port: int, opens: bool) -> None:
-    """Serve the application at a free or given port of this machine until told to end."""
+    """Serve the application on a free or given port of this machine until told to end."""
     listener = open_socket(HOST, port)
     port = listener.getsockname()[1]
     token = new_token()

@@ -1,4 +1,5 @@
-"""Runs watched while they train, or afterwards: what a page is told of the folders, and the plan of each run beside it."""
+"""Runs watched while they train, or afterwards: the data that a page gets from their folders, and the plan of each run beside
+it."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from shardwise.workbench.follow import FollowedRun, run_folders
 MOST_RUNS = 64
 MOST_COLUMNS = 4000
 SHOWN_SAMPLES = 12
-"""Evaluations whose samples of text a page shows."""
+"""Evaluations whose text samples a page shows."""
 RESCAN = 3.0
-"""Seconds between looks for new runs."""
+"""Seconds between scans for new runs."""
 PATIENCE = 0.25
-"""Seconds that one question reads on in files that are not read to their ends yet."""
+"""Seconds that one question may spend reading files that are not read to their ends yet."""
 
 
 class Watch:
-    """The runs of a folder."""
+    """The runs in a folder."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -54,12 +55,12 @@ class Watch:
                 run.look()
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """What is new since the versions that the page has seen."""
+        """The data, if it is newer than the versions that the page has seen."""
         asked = Asked.of(question)
         with self._lock:
             self.look()
             versions = {name: run.version for name, run in self.runs.items()}
-            # Time passes too, and with it the share of it that was useful.
+            # Goodput also changes as time passes; that alone does not count as new.
             if asked.seen == versions:
                 return {"unchanged": True}
             now = time.time()
@@ -79,13 +80,13 @@ class Watch:
         return {key: run.series[key].picture(asked.low, asked.high, asked.columns) for key in shown}
 
     def run_file(self, name: str) -> Path:
-        """The run that a folder was trained with."""
+        """The run file that a folder was trained with."""
         if name not in self.runs:
             raise UserError(f'no run is called "{name[:100]}"')
         return self.runs[name].folder / RUN_FILE
 
     def planned(self, run: FollowedRun) -> dict[str, Any] | None:
-        """What the plan says of a run's speed and memory; None where its run file cannot be planned."""
+        """The planned speed and memory of a run; None if its run file cannot be planned."""
         if run.name not in self._planned:
             try:
                 found = plan(read_planned(run.folder / RUN_FILE).run)
@@ -107,7 +108,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question of the page, as far as it makes sense."""
+    """A question of the page; invalid fields are replaced by defaults."""
 
     seen: dict[str, int]
     runs: list[str]
@@ -118,7 +119,7 @@ class Asked:
 
     @classmethod
     def of(cls, question: Any) -> Asked:
-        """Reads it; raises where it is none."""
+        """Parse a question; raises if it is not one."""
         if not isinstance(question, dict):
             raise UserError("a question is an object")
         seen, columns = question.get("seen"), question.get("columns")
@@ -145,6 +146,6 @@ def _bound(given: Any, limit: float) -> float:
 
 
 def _ranks(run: FollowedRun) -> dict[str, Any]:
-    """The ranks' own seconds, of the last comparisons; a few, evenly spaced, of a run with very many."""
+    """Each rank's own seconds, in the last 60 comparisons."""
     latest = list(run.ranks)[-60:]
     return {"steps": [step for step, _ in latest], "seconds": [seconds for _, seconds in latest]}

@@ -1,7 +1,7 @@
 """`config.json` to the network's keys and back, by the description of its family.
 
-What a config asks for beyond what the network has is refused, every such key at once: a network that is almost the published
-one would load without complaint and answer wrongly.
+Settings that the network does not support are refused, all such keys at once: a network that is almost the published one would
+load without complaint and answer wrongly.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Refuse = Callable[[str, str], None]  # a key of config.json, and what is wrong w
 # Noise added only while training; our trainer has its own settings.
 _TRAINING_ONLY = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout",
                   "router_jitter_noise")  # fmt: skip
-# Keys without meaning in a model of dense layers alone.
+# Keys without meaning in a model with dense layers only.
 _MOE_ONLY = ("experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "router", "router_groups",
              "router_top_groups")  # fmt: skip
-# Other names in published files of what transformers writes under the first.
+# Keys that transformers writes, with their other names in published files.
 _BLOOM_NAMES = {"hidden_size": "n_embed", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
-# What most networks have alike, and what a family must name to have it otherwise.
+# Values that most families share; a family with another value must name it.
 _PLAIN: Keys = {
     "parallel_block": False,
     "parallel_norms": 1,
@@ -44,10 +44,10 @@ _PLAIN: Keys = {
 
 
 def model_from_config(values: Keys, where: str = "config.json") -> tuple[ModelConfig, list[str]]:
-    """The network that a `config.json` describes, and a note for each thing in it that was left out."""
+    """The network that a `config.json` describes, and a note for each setting that was left out."""
     family = family_named(values, where)
     if family.model_type == "qwen3_moe" and "num_local_experts" in values:
-        # transformers 5 writes these experts under Mixtral's name; 4 and the published files have their own.
+        # transformers 5 writes the number of experts under Mixtral's key; 4 and published files have their own key.
         values = {"num_experts": values["num_local_experts"], **values}
     if family.model_type == "bloom":
         values = {name: values[other] for name, other in _BLOOM_NAMES.items() if other in values} | values
@@ -88,7 +88,7 @@ def model_from_config(values: Keys, where: str = "config.json") -> tuple[ModelCo
 
 
 def _checked(model: Keys, family: Family, where: str, scores: bool) -> ModelConfig:
-    """The config as a run has it, or what is wrong with it, by the names in the file."""
+    """The validated model config of a run; problems are reported under the keys of the file."""
     positions = model["max_positions"]
     seq_len = min(512, positions) if isinstance(positions, int) and positions > 0 else 512
     try:
@@ -130,8 +130,8 @@ def _read_dense_layers(values: Keys, refuse: Refuse) -> int:
 
 
 def config_from_model(config: ModelConfig, where: str = "") -> tuple[str, Keys]:
-    """The architecture in `transformers` that computes what our network does, and the `config.json` that says so, with rotary
-    settings in the words of transformers 5 and of 4, which each read their own."""
+    """The architecture in `transformers` that computes the same as our network, and its `config.json`, with rotary settings in the
+    form of transformers 5 and in that of 4, which each read their own."""
     family = _family_of(config, where)
     architecture = architecture_of(family, config.scores)
     values: Keys = {"architectures": [architecture], "model_type": family.model_type}
@@ -182,7 +182,7 @@ def _family_of(config: ModelConfig, where: str) -> Family:
         return [Problem(f"is {v!r}; {nearest} {wanted[k]!r}", f"model.{k}", where) for k, v in different.items()]
 
     def distance(family: Family) -> int:
-        # What a network is made of counts before how its parts are set.
+        # Structural differences count more than differences in settings.
         made_of = ("model.experts", "model.attention", "model.position")
         return sum(10 if problem.key in made_of else 1 for problem in differences(family))
 

@@ -1,7 +1,7 @@
-"""A Hugging Face folder into a checkpoint, and a checkpoint into a Hugging Face folder, a tensor at a time.
+"""Converts a Hugging Face folder to a checkpoint, and a checkpoint to a Hugging Face folder, one tensor at a time.
 
-Everything is checked before a byte is written. The result is written under another name and takes its own only when it is whole,
-so that a folder that exists is complete.
+Everything is checked before a byte is written. The result is written under a temporary name and renamed when it is complete, so
+that a folder that exists is complete.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ GENERATION = "generation_config.json"
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template.jinja", "chat_template.json", GENERATION,
-    "shardwise_tokenizer.json",  # a tokenizer of ours; transformers passes it over
+    "shardwise_tokenizer.json",  # a tokenizer of ours; transformers ignores it
 )  # fmt: skip
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was converted: the architecture, the parameters (tied ones once), the bytes of the tensors written, and what was left
-    out."""
+    """The result of a conversion: the architecture, the number of parameters (tied ones once), the bytes of the tensors written,
+    and notes on what was left out."""
 
     architecture: str
     parameters: int
@@ -65,7 +65,7 @@ class Conversion:
 def from_hf(
     hf_dir: str | Path, out_dir: str | Path, progress: Progress | None = None, file_bytes: int = FILE_BYTES
 ) -> Conversion:
-    """Make a checkpoint of a Hugging Face folder."""
+    """Convert a Hugging Face folder to a checkpoint."""
     source, out = Path(hf_dir), Path(out_dir)
     if not source.is_dir():
         raise UserError(Problem("there is no such folder", where=str(source)))
@@ -100,7 +100,7 @@ def from_hf(
 def _adopt(
     source: Path, out: Path, values: dict[str, Any], config: ModelConfig, packing: Packing, notes: list[str]
 ) -> Conversion:
-    """A checkpoint of a folder whose weights are packed: they stay as they are, beside the run that they belong to."""
+    """Make a checkpoint of a folder whose weights are packed: they are copied unchanged, and a `run.toml` is added."""
     where, shapes = str(source / "config.json"), state_shapes(config)
     reader = Reader(source, find_weights(source))
     found = list(links(config, shapes, interleaved=values.get("rope_interleave") is not False))
@@ -115,7 +115,7 @@ def _adopt(
 
 
 def write_run(folder: Path, out: Path, config: ModelConfig, dtype: str, where: str) -> None:
-    """The run that weights belong to. Batch, layout and the like are left to whoever trains it, and derived where they are not
+    """Write the `run.toml` of some weights. Batch, layout and the like are left to the run that trains them, and derived if not
     given."""
     train = {"dtype": dtype, "seq_len": min(512, config.max_positions)}
     learns = {"objective": {"kind": "reward"}} if config.scores else {}
@@ -125,7 +125,7 @@ def write_run(folder: Path, out: Path, config: ModelConfig, dtype: str, where: s
 
 
 def _write_ids(folder: Path, values: dict[str, Any]) -> None:
-    """Which tokens begin and end a text, where only the config says it."""
+    """Write the ids of the tokens that begin, end and pad a text, if only the config has them."""
     ids = {key: values[key] for key in TOKEN_IDS if values.get(key) is not None}
     if ids and not (folder / GENERATION).exists():
         write_json(folder / GENERATION, ids)
@@ -139,8 +139,8 @@ def to_hf(
     file_bytes: int = FILE_BYTES,
     merge: bool = False,
 ) -> Conversion:
-    """Make a Hugging Face folder of a checkpoint, or of a run's newest one; tensors keep their dtype unless one is given. Adapters
-    are merged into their base, if that is asked for."""
+    """Convert a checkpoint, or a run's newest one, to a Hugging Face folder; tensors keep their dtype unless one is given. With
+    `merge`, adapters are merged into their base."""
     source, out = checkpoint_folder(checkpoint), Path(out_dir)
     check_free(out)
     config = read_run(source / RUN_FILE).model
@@ -169,8 +169,8 @@ def to_hf(
 
 
 def write_companions(source: Path, folder: Path, config: ModelConfig, values: dict[str, Any]) -> None:
-    """All of a Hugging Face folder but its weights: what the checkpoint has of it, a tokenizer that transformers reads, which
-    tokens begin and end a text, and the config."""
+    """Write all of a Hugging Face folder but its weights: the checkpoint's companion files, a tokenizer that transformers reads,
+    the ids of special tokens, and the config."""
     copy_companions(source, folder)
     generation = read_json(source / GENERATION) if (source / GENERATION).is_file() else {}
     tokenizer = _tokenizer(source)
@@ -185,7 +185,7 @@ def write_companions(source: Path, folder: Path, config: ModelConfig, values: di
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint; not every one has it."""
+    """The tokenizer of a checkpoint; None if it has none."""
     try:
         return load_tokenizer(folder)
     except UserError:
@@ -193,13 +193,13 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _write_missing(file: Path, content: dict[str, Any] | None) -> None:
-    """Write a file that no companion is."""
+    """Write a file that was not copied as a companion."""
     if content is not None and not file.exists():
         write_json(file, content)
 
 
 def _check_theirs(reader: Reader, config: ModelConfig, found: list[Link], shapes: Shapes) -> list[str]:
-    """Notes on the tensors to be left out; raises when others are missing, unknown or of another shape."""
+    """Notes on the tensors that are left out; raises if others are missing, unknown or of another shape."""
     expected = {theirs: link.their_shape(shapes[link.ours[0]]) for link in found for theirs in link.theirs}
     reasons: Counter[str] = Counter()
     names = []
@@ -223,7 +223,7 @@ def _check_theirs(reader: Reader, config: ModelConfig, found: list[Link], shapes
 
 
 def _not_floating(reader: Reader, names: Iterable[str] | None = None) -> list[Problem]:
-    """Complaints about tensors that cannot be trained, such as those of a quantized model."""
+    """Problems with tensors that cannot be trained, such as those of a quantized model."""
     kinds = {reader.dtype(name) for name in (reader.names if names is None else names) if name in reader}
     odd = sorted(str(kind).removeprefix("torch.") for kind in kinds if not kind.is_floating_point or kind.itemsize < 2)
     message = f"holds weights in {', '.join(odd)}; they must be float64, float32, bfloat16 or float16"
@@ -244,12 +244,12 @@ def _dtype_name(entries: Iterable[Entry]) -> str:
 
 
 def _parameters(shapes: Shapes) -> int:
-    # The routers' selection bias is no parameter: it is moved by counting, not learned.
+    # The routers' selection bias is not a parameter: it is updated by counting tokens, not by gradients.
     return sum(math.prod(shape) for name, shape in shapes.items() if not name.endswith("router.bias"))
 
 
 def write_entries(folder: Path, entries: list[Entry], progress: Progress | None, file_bytes: int) -> int:
-    """Write weights; their bytes."""
+    """Write weights; returns their bytes."""
     total = sum(entry.bytes for entry in entries)
     done = 0
 
@@ -263,12 +263,12 @@ def write_entries(folder: Path, entries: list[Entry], progress: Progress | None,
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Write a file of JSON at once."""
+    """Write a JSON file atomically."""
     write_atomically(file, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copy the tokenizer, the chat template and the recommended sampling of a folder."""
+    """Copy the tokenizer, the chat template and the recommended sampling settings of a folder."""
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -282,7 +282,7 @@ def check_free(out: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill that becomes `out` when all went well, and vanishes when not."""
+    """A folder to fill, renamed to `out` on success and removed on failure."""
     out = out.resolve()
     folder = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:

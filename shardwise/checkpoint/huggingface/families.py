@@ -1,7 +1,7 @@
-"""The families of models that both sides know, each described once, to read `config.json` and to write it.
+"""The model families that both sides know, each described once, for reading and for writing `config.json`.
 
-A family says which of its keys mean the same as ours, what our network is in all its models, and for which of its keys our network
-knows only some values.
+A family says which of its keys mean the same as ours, which of our settings all its models share, and for which of its keys our
+network supports only some values.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Family:
 
     architecture: str
     model_type: str
-    keys: dict[str, str]  # their key and ours, of the same meaning; their null is our 0
-    ours: Keys  # what our network is in every model of the family
-    only: dict[str, tuple[Any, ...]]  # values our network has, first the one meant by leaving the key out
-    defaults: Keys = field(default_factory=dict)  # keys that may be left out; the other keys must be there
+    keys: dict[str, str]  # their key to our key of the same meaning; their null is our 0
+    ours: Keys  # our settings that every model of the family shares
+    only: dict[str, tuple[Any, ...]]  # values our network supports, the default first
+    defaults: Keys = field(default_factory=dict)  # of optional keys; the other keys are required
     theta: float = 10000.0
 
 
@@ -139,7 +139,7 @@ _KNOWN = (
             "sliding_window": 0,
         },
         {"apply_residual_connection_post_layernorm": (False,)},
-        # Its network has no longest sequence; what it was trained with may stand in the file.
+        # The network has no maximum length; the file may state the length it was trained with.
         {"seq_length": 2048, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True},
     ),
     Family(
@@ -147,7 +147,7 @@ _KNOWN = (
         "gemma",
         _GROUPED,
         _LLAMA_LIKE | {"activation": "geglu", "embedding_scale": True, "sliding_window": 0},
-        # Its first files say "gelu" and mean the approximation.
+        # Its first files say "gelu" but mean the tanh approximation.
         _NO_BIAS | {"hidden_act": ("gelu_pytorch_tanh", "gelu"), "hidden_activation": ("gelu_pytorch_tanh", None)},
         _DEFAULTS | {"head_dim": 256, "num_key_value_heads": None, "tie_word_embeddings": True},
     ),
@@ -249,13 +249,14 @@ _KNOWN = (
 
 
 def with_exact_gelu(family: Family, key: str) -> Family:
-    """The models of a family whose GELU is that of the error function and not its approximation: Pythia is one of GPT-NeoX."""
+    """The variant of a family with the exact GELU (error function) instead of its approximation; Pythia is such a GPT-NeoX."""
     ours, only = family.ours | {"activation": "gelu_erf"}, family.only | {key: ("gelu", "gelu_python")}
     return replace(family, ours=ours, only=only)
 
 
 _BY_TYPE = {family.model_type: family for family in _KNOWN}
-# Where two could describe a network, the first is written. Of GPT-NeoX, a config that does not say means the exact function.
+# If two families describe a network, the first is written. A GPT-NeoX config that names no activation means the exact
+# GELU.
 FAMILIES = (
     with_exact_gelu(_BY_TYPE["gpt_neox"], "hidden_act"),
     *_KNOWN,
@@ -267,19 +268,19 @@ CLASSIFIES = "ForSequenceClassification"
 
 
 def gives_scores(values: Keys) -> bool:
-    """Whether a config is that of a model which classifies texts."""
+    """Whether a config describes a sequence classification model."""
     named = values.get("architectures") or []
     return isinstance(named, list) and len(named) == 1 and str(named[0]).endswith(CLASSIFIES)
 
 
 def architecture_of(family: Family, scores: bool) -> str:
-    """What transformers calls a model of a family, a language model or one that gives scores."""
+    """The class in transformers of a family's model, a language model or one that returns scores."""
     name = family.architecture
     return name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + CLASSIFIES if scores else name
 
 
 def family_named(values: Keys, where: str) -> Family:
-    """The family that a config says it is: of language models, or of reward models with one score."""
+    """The family that a config names: of language models, or of reward models with one score."""
     known = ", ".join(family.architecture for family in _KNOWN)
     named, scores = values.get("architectures") or [], gives_scores(values)
     labels = values.get("num_labels", len(values.get("id2label") or (0, 1)))

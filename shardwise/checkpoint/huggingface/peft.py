@@ -1,8 +1,8 @@
-"""Adapters in the form of `peft`: `adapter_config.json` and `adapter_model.safetensors`, read and written without it.
+"""Adapters in the format of `peft`: `adapter_config.json` and `adapter_model.safetensors`, read and written without the library.
 
-Its tensors are named by the modules of the Hugging Face model. Where a family keeps the rows of a matrix in another order, so does
-B. Stacked experts have a file of their own (`peft_experts.py`). What peft has not is refused with a sentence: DoRA on experts, and
-one of the joined queries, keys and values of GPT-2.
+Tensors are named by the modules of the Hugging Face model. Where a family stores the rows of a matrix in another order, B has that
+order too. Stacked experts are handled in `peft_experts.py`. Adapters that peft does not support are refused with a message: DoRA
+on experts, and separate adapters of GPT-2's fused queries, keys and values.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None,),
     "exclude_modules": (None, []),
 }
-"""What a config may say of things that are not read here."""
+"""The accepted values of config keys that are not supported here."""
 
 
 def to_peft(checkpoint: str | Path, out_dir: str | Path) -> Conversion:
-    """Write the adapters of a checkpoint, or of a run's newest one, as peft would."""
+    """Write the adapters of a checkpoint, or of a run's newest one, in peft's format."""
     source, out = checkpoint_folder(checkpoint), Path(out_dir)
     check_free(out)
     if not is_adapter(source):
@@ -102,7 +102,7 @@ def to_peft(checkpoint: str | Path, out_dir: str | Path) -> Conversion:
         for ours, theirs in _tensors(link, run.adapter):
             chunks = partial(_theirs, link, reader, ours, ours)
             entries.append(Entry(f"{PREFIX}{theirs}", reader.dtype(ours), shapes[ours], chunks))
-    if run.model.scores:  # which is learned whole, beside them
+    if run.model.scores:  # the score head is learned in full, beside them
         entries.append(
             Entry(f"{PREFIX}{SCORE}.weight", reader.dtype(HEAD), shapes[HEAD], partial(_whole, reader, HEAD))
         )
@@ -117,8 +117,8 @@ def to_peft(checkpoint: str | Path, out_dir: str | Path) -> Conversion:
 
 
 def from_peft(adapter_dir: str | Path, out_dir: str | Path, base: str | Path = "") -> Conversion:
-    """Make a checkpoint of adapters that peft wrote. Their base is a checkpoint, given or named by the adapters; a Hugging Face
-    folder that they name is imported beside them."""
+    """Make a checkpoint of adapters that peft wrote. Their base is a checkpoint, given or named by the adapters; if it is a
+    Hugging Face folder, it is imported beside them."""
     source, out = Path(adapter_dir), Path(out_dir)
     check_free(out)
     config = _read_config(source)
@@ -134,7 +134,7 @@ def from_peft(adapter_dir: str | Path, out_dir: str | Path, base: str | Path = "
         scores = config.get("task_type") == "SEQ_CLS"
         learns = {"objective": {"kind": "reward"}} if scores else {}
         model = read_run(weights / RUN_FILE).model
-        if scores and not model.scores:  # a head of its own, beside the base's language model
+        if scores and not model.scores:  # a separate head, not the base's language-model head
             model = replace(model, scores=True, tied_embeddings=False)
         reader = Reader(source, {_ours_of(t.name): [t] for t in read_header(source / WEIGHTS)})
         adapter = _adapter(config, model, reader)
@@ -165,7 +165,7 @@ def from_peft(adapter_dir: str | Path, out_dir: str | Path, base: str | Path = "
 
 
 def _pass_template_on(source: Path, folder: Path) -> None:
-    """Adapters are asked as they were trained: with their own chat template, if they have one."""
+    """Copy the adapters' own chat template, if they have one: prompts must be rendered as in training."""
     if found := choose_template(source):
         (folder / TEMPLATE).write_bytes(found[0].encode())
 
@@ -175,12 +175,12 @@ def _called(run: Run) -> str:
 
 
 def _links(run: Run, where: str) -> Iterator[Link]:
-    """How the matrix of each adapter is called by its family."""
+    """The link of each adapted matrix to its tensor in the family's files."""
     model = run.model
     for layer in range(model.layers):
         table = layer_parameters(model, model.is_moe(layer), run.adapter)
         names = [f"layers.{layer}.{entry.name}" for entry in table if entry.adapted]
-        # A link of three matrices is found by the first of them.
+        # `links` yields the link of fused q, k and v for the name of q only.
         asked = [f"layers.{layer}.attention.q.weight", *names] if fuses_heads(model) else names
         for link in links(model, dict.fromkeys(asked)):
             if isinstance(link, Stacked):
@@ -225,7 +225,7 @@ def _whole(reader: Reader, name: str) -> Iterator[Tensor]:
 
 
 def _ours_of(name: str) -> str:
-    """A tensor's name without what peft puts around it."""
+    """A tensor's name without peft's prefix and adapter name."""
     name = name.replace(f".{SCORE}.modules_to_save.", f".{SCORE}.")
     return re.sub(r"\.(lora_[AB])\.\w+\.weight$", r".\1.weight", name.removeprefix(PREFIX))
 
@@ -254,7 +254,7 @@ def _read_config(source: Path) -> dict[str, Any]:
     if not (source / CONFIG).is_file() or not (source / WEIGHTS).is_file():
         raise UserError(Problem(f"is no folder of peft adapters: it needs {CONFIG} and {WEIGHTS}", where=str(source)))
     config, where = read_json(source / CONFIG), str(source / CONFIG)
-    if config.get("task_type") == "SEQ_CLS":  # where peft names what may be the head
+    if config.get("task_type") == "SEQ_CLS":  # there peft lists the head's possible names
         saved = [name for name in config.get("modules_to_save") or () if name not in (SCORE, "classifier")]
         config = config | {"modules_to_save": saved}
     problems = []
@@ -281,7 +281,7 @@ def _read_config(source: Path) -> dict[str, Any]:
 
 
 def _adapter(config: dict[str, Any], model: ModelConfig, reader: Reader) -> AdapterConfig:
-    """What the tensors adapt, which must be the same matrices in every layer."""
+    """The config of the adapters in the file, which must adapt the same matrices in every layer."""
     scale = dict(rank=config["r"], alpha=float(config["lora_alpha"]), rank_stabilized=bool(config.get("use_rslora")))
     kind: Literal["lora", "dora"] = "dora" if config.get("use_dora") else "lora"
     every = AdapterConfig(kind, targets=MATRICES, dropout=float(config.get("lora_dropout") or 0.0), **scale)
@@ -321,7 +321,7 @@ def _adapter(config: dict[str, Any], model: ModelConfig, reader: Reader) -> Adap
 
 
 def _stacks(config: dict[str, Any], model: ModelConfig, every: AdapterConfig, reader: Reader) -> list[Stack]:
-    """The stacks of experts that a config names, where their tensors are in the file."""
+    """The stacks of experts that a config names and whose tensors are in the file."""
     named = config.get("target_parameters") or ()
     parts = [part for name, of in STACKS.items() if any(each.endswith(name) for each in named) for part in of]
     found = stacks_of(model, replace(every, kind="lora", targets=tuple(parts))) if parts else []
@@ -329,7 +329,8 @@ def _stacks(config: dict[str, Any], model: ModelConfig, every: AdapterConfig, re
 
 
 def _of_one_rank(config: dict[str, Any], adapter: AdapterConfig, stacks: list[Stack], reader: Reader) -> AdapterConfig:
-    """The adapter with the rank of the widest: adapters of gate and up side by side have each half of theirs."""
+    """The adapter with one rank for all, the largest. Where a stack holds adapters of gate and up side by side, each has half of
+    its rank."""
     where, scale = str(reader.folder / CONFIG), scale_of(config, adapter.rank, adapter.alpha)
     for stack in stacks:
         rank = pattern_of(config, "rank_pattern", stack.parameter, adapter.rank)
@@ -347,14 +348,14 @@ def _of_one_rank(config: dict[str, Any], adapter: AdapterConfig, stacks: list[St
 
 
 def adapter_folder(adapter: Path) -> Path:
-    """Where the files of adapters are: a folder of peft, or the newest checkpoint of a run."""
+    """The folder with the files of adapters: a peft folder, or the newest checkpoint of a run."""
     return adapter if (adapter / CONFIG).is_file() else checkpoint_folder(adapter)
 
 
 @contextlib.contextmanager
 def adapted(folder: Path, adapter: Path | None) -> Iterator[Path]:
-    """A checkpoint with adapters of peft, or of a run that trained them beside it, while it is open; without any the checkpoint
-    itself."""
+    """The folder of a checkpoint with adapters, from peft or from a run that trained them on it, valid within the context; without
+    adapters, the checkpoint itself."""
     if adapter is None:
         yield folder
     elif (adapter / CONFIG).is_file():

@@ -1,10 +1,10 @@
-"""Adapters of stacked experts in the form of `peft`, which adapts them as parameters (`target_parameters`), read and written here.
+"""Reads and writes adapters of stacked experts in the format of `peft`, which adapts them as parameters (`target_parameters`).
 
-Experts of transformers 5 are two stacks, `gate_up_proj` and `down_proj`. Their adapter is a pair of matrices: A has the rows of all
-experts one after the other [experts x rank, in], and of B's columns [out, rank x experts] those of a rank stand together. Two
-adapters, of gate and up, are one of twice the rank: A has the rows of both, B is block-diagonal. One that peft has trained fills
-all of B; it then is, for gate and up alike, an adapter of its whole rank with the same A. Where ranks differ, the others are filled
-up with zeros.
+transformers 5 stores experts as two stacks, `gate_up_proj` and `down_proj`. The adapter of a stack is a pair of matrices: A holds
+the rows of all experts one after the other [experts x rank, in]; in B [out, rank x experts] the columns of all experts for one
+rank index are adjacent. Two adapters, of gate and up, become one of twice the rank: A has the rows of both, B is block-diagonal.
+An adapter trained by peft fills all of B; it is then read as one adapter for gate and one for up, both with its full rank and the
+same A. Where ranks differ, smaller ones are padded with zeros.
 
 The stacks of one module are wrapped one in the other, gate_up_proj inside, so its tensors are behind `base_layer`.
 """
@@ -29,40 +29,40 @@ STACKS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 @dataclass(frozen=True)
 class Stack:
-    """The adapter of one stack of a layer: where its tensors are, and the matrices here that it adapts, by part."""
+    """The adapter of one stack of a layer: the path of its tensors, and our matrices that it adapts, by part (gate, up, down)."""
 
     path: str
     parameter: str
     matrices: dict[str, str]
     experts: int
     rows: int
-    """Of one expert's matrix."""
+    """Rows of one expert's matrix."""
     columns: int
 
     def names(self) -> tuple[str, str]:
-        """Of A and B."""
+        """The names of A and B."""
         return f"{self.path}.lora_A.weight", f"{self.path}.lora_B.weight"
 
     def written_rank(self, rank: int) -> int:
-        """Of the one adapter that those of so high a rank become."""
+        """The rank of the one adapter that the parts' adapters of rank `rank` become."""
         return rank * len(self.matrices)
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Of A and B, with a rank as it is in the file."""
+        """The shapes of A and B; `rank` is the rank in the file."""
         a, b = self.names()
         return {a: (self.experts * rank, self.columns), b: (self.rows, rank * self.experts)}
 
     def rank(self, reader: Reader) -> int:
-        """As it is in a file."""
+        """The rank in a file."""
         return reader.shape(self.names()[0])[0] // self.experts
 
     def write_a(self, reader: Reader) -> Iterator[Tensor]:
-        """A of the rows of all parts."""
+        """A, with the rows of all parts."""
         parts = [reader.get(factors_of(matrix)[0]) for matrix in self.matrices.values()]
         yield torch.cat(parts, dim=1).flatten(0, 1).contiguous()
 
     def write_b(self, reader: Reader) -> Iterator[Tensor]:
-        """B, a block for each part."""
+        """B, with one block for each part."""
         parts = {part: reader.get(factors_of(matrix)[1]) for part, matrix in self.matrices.items()}
         of_stack, rank = STACKS[self.parameter], next(iter(parts.values())).shape[-1]
         made = next(iter(parts.values())).new_zeros(self.experts, self.rows, rank * len(parts))
@@ -73,20 +73,20 @@ class Stack:
         yield made.permute(1, 2, 0).flatten(1).contiguous()
 
     def read(self, reader: Reader) -> tuple[Tensor, Tensor]:
-        """A [experts, rank, columns] and B [experts, rows, rank] of a file."""
+        """A [experts, rank, columns] and B [experts, rows, rank] from a file."""
         a, b = (reader.get(name) for name in self.names())
         rank = self.rank(reader)
         return a.unflatten(0, (self.experts, rank)), b.unflatten(1, (rank, self.experts)).permute(2, 0, 1)
 
     def is_two(self, reader: Reader, rank: int) -> bool:
-        """Whether it is two adapters of this rank side by side."""
+        """Whether the file holds two adapters of this rank side by side."""
         if self.parameter != "gate_up_proj" or self.rank(reader) != 2 * rank:
             return False
         b, height = self.read(reader)[1], self.rows // 2
         return not bool(b[:, :height, rank:].any() or b[:, height:, :rank].any())
 
     def part(self, reader: Reader, part: str, factor: int, rank: int) -> Iterator[Tensor]:
-        """A factor of one part, with this rank."""
+        """One factor (A or B) of one part, with this rank."""
         a, b = self.read(reader)
         of_stack = STACKS[self.parameter]
         place, height = of_stack.index(part), self.rows // len(of_stack)
@@ -97,7 +97,7 @@ class Stack:
 
 
 def padded(x: Tensor, rank: int, dim: int) -> Tensor:
-    """With zeros up to a rank."""
+    """`x` padded with zeros up to a rank."""
     missing = rank - x.shape[dim]
     if not missing:
         return x.contiguous()
@@ -128,8 +128,8 @@ def stacks_of(model: ModelConfig, adapter: AdapterConfig) -> list[Stack]:
 
 
 def config_of(stacks: list[Stack], linear: set[str], adapter: AdapterConfig) -> dict[str, Any]:
-    """What peft's config says of experts, and of the linear matrices of feed-forward layers beside them: it takes their names for
-    experts', so they are parameters too. These have no dropout in peft."""
+    """The entries of peft's config for experts, and for the linear matrices of feed-forward layers beside them: peft takes their
+    names for experts', so they are target parameters too. Target parameters have no dropout in peft."""
     if not stacks:
         return {}
     named = {f"{EXPERTS}.{stack.parameter}": stack.written_rank(adapter.rank) for stack in stacks}
@@ -146,11 +146,11 @@ def config_of(stacks: list[Stack], linear: set[str], adapter: AdapterConfig) -> 
 
 
 def scale_of(config: Mapping[str, Any], rank: int, alpha: float) -> float:
-    """What multiplies an adapter of peft."""
+    """The factor by which peft scales an adapter."""
     return alpha / (sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def pattern_of(config: Mapping[str, Any], key: str, parameter: str, otherwise: float) -> float:
-    """What a config gives the stack of this name, by a pattern that ends in it."""
+    """The value in a config for the stack of this name, by a pattern that ends in it; else `otherwise`."""
     patterns = config.get(key) or {}
     return float(next((value for name, value in patterns.items() if name.endswith(parameter)), otherwise))

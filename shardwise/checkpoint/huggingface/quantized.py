@@ -1,5 +1,5 @@
-"""Weights published in fp8 with a scale for each block, as DeepSeek-V3 is, read as bfloat16. They are
-dequantized a tensor at a time, so the whole is never in memory."""
+"""Reads weights published in fp8 with a scale for each block, such as DeepSeek-V3's, as bfloat16. They are dequantized one tensor
+at a time, so the whole model is never in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.checkpoint.reader import Reader, find_weights
 from shardwise.run import Problem, UserError
 
-SCALE = "_scale_inv"  # follows the name of the tensor that it scales
+SCALE = "_scale_inv"  # a suffix to the name of the scaled tensor
 
 
 def open_published(folder: Path, values: dict[str, Any], where: str) -> Reader:
@@ -31,7 +31,7 @@ def open_published(folder: Path, values: dict[str, Any], where: str) -> Reader:
 
 
 class BlockScaledReader(Reader):
-    """Tensors that have a scale are given as bfloat16; the scales themselves are not listed."""
+    """Tensors that have a scale are returned as bfloat16; the scales themselves are not listed."""
 
     def __init__(self, folder: Path, block: tuple[int, int]) -> None:
         super().__init__(folder, find_weights(folder))
@@ -55,7 +55,7 @@ class BlockScaledReader(Reader):
         return torch.bfloat16 if name + SCALE in self else super().dtype(name)
 
     def get(self, name: str) -> Tensor:
-        """A tensor, times its scales."""
+        """A tensor, multiplied by its scales."""
         tensor = super().get(name)
         if name + SCALE not in self:
             return tensor

@@ -14,7 +14,7 @@ Keys = dict[str, Any]
 
 
 def read_rope(values: Keys, theta: float, refuse: Callable[[str, str], None], latent: bool, max_positions: Any) -> Keys:
-    """Our rotary keys. `theta` is the family's base where the file names none."""
+    """Our rotary keys. `theta` is the family's base, for files that name none."""
     # transformers prefers rope_scaling where a file has both.
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     scaling = values.get(name) or {}
@@ -33,7 +33,7 @@ def read_rope(values: Keys, theta: float, refuse: Callable[[str, str], None], la
 
     keys: Keys = {"rope_theta": scaling.get("rope_theta") or values.get("rope_theta") or theta}
     partial = scaling.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if values.get("model_type") == "gpt_neox":  # transformers 4 has names of their own for both
+    if values.get("model_type") == "gpt_neox":  # transformers 4 has its own names for both
         keys["rope_theta"] = scaling.get("rope_theta") or values.get("rotary_emb_base") or theta
         keys["rope_share"] = partial or values.get("rotary_pct") or 0.25
     elif partial not in (None, 1, 1.0):
@@ -62,19 +62,19 @@ def read_rope(values: Keys, theta: float, refuse: Callable[[str, str], None], la
     amplitude = number(
         "attention_factor", ratio if mscale and mscale_all else yarn_get_mscale(keys["rope_factor"], 1.0)
     )
-    # Only DeepSeek's attention grows its scores by mscale_all_dim as well.
+    # Only DeepSeek's attention also scales its scores by mscale_all_dim.
     mscale_all = mscale_all if latent else 0.0
     keys["yarn_mscale_all"] = mscale_all
     keys["yarn_mscale"] = _weight(amplitude * yarn_get_mscale(keys["rope_factor"], mscale_all), keys["rope_factor"])
     if keys["yarn_mscale"] is None:
         refuse(f"{name}.attention_factor", f"an amplitude of {amplitude:g} is less than this network's YaRN can have")
     elif mscale and mscale_all and scaling.get("attention_factor") is None:
-        keys["yarn_mscale"] = mscale  # as the file says it, free of rounding
+        keys["yarn_mscale"] = mscale  # the file's own value, without rounding error
     return keys
 
 
 def _weight(growth: float, factor: float) -> float | None:
-    """The weight of the logarithm that `yarn_get_mscale` needs for a growth, or None when there is none."""
+    """The weight of the logarithm for which `yarn_get_mscale` returns `growth`, or None if there is none."""
     if factor <= 1:
         return 1.0 if math.isclose(growth, 1.0) else None
     weight = (growth - 1.0) / (0.1 * math.log(factor))
@@ -110,7 +110,7 @@ def write_rope(config: ModelConfig) -> Keys:
 def _write_amplitude(config: ModelConfig) -> Keys:
     weight, weight_all = config.yarn_mscale, config.yarn_mscale_all
     if config.attention == "grouped":
-        # Whole heads are rotated, so growth of the scores and of the amplitude are the same thing.
+        # Whole heads are rotated, so scaling the scores and scaling the amplitude are the same thing.
         return {} if weight == 1.0 else {"attention_factor": yarn_get_mscale(config.rope_factor, weight)}
     if weight and weight_all:
         return {"mscale": weight, "mscale_all_dim": weight_all}

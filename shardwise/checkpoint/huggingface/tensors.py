@@ -1,7 +1,7 @@
-"""Which of our tensors corresponds to which of theirs, and how their layouts differ.
+"""The mapping between our tensors and theirs in Hugging Face files, and how their layouts differ.
 
-The names of our tensors come from the network itself, so none can be forgotten; a table gives the name of each in the files of
-its family. A `Link` ties the two together and makes either side from the other, a chunk at a time.
+The names of our tensors come from the network itself, so none can be forgotten; a table gives the name of each in the files of its
+family. A `Link` connects the two and converts either side to the other, one chunk at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Link:
 
 
 class Fused(Link):
-    """GPT-2 keeps its matrices transposed, [in, out], q, k and v side by side in one, and their biases in one vector."""
+    """GPT-2 stores its matrices transposed, [in, out], with q, k and v side by side in one, and their biases in one vector."""
 
     def their_shape(self, shape: Shape) -> Shape:
         return (*shape[1:], len(self.ours) * shape[0])
@@ -54,7 +54,7 @@ class Fused(Link):
 
 
 class Stacked(Link):
-    """Their files keep each expert's matrix by itself."""
+    """Their files store each expert's matrix as a separate tensor."""
 
     def their_shape(self, shape: Shape) -> Shape:
         return shape[1:]
@@ -69,8 +69,8 @@ class Stacked(Link):
 
 @dataclass(frozen=True)
 class Interleaved(Link):
-    """In DeepSeek's files the two rows of a rotary pair are neighbours; in ours one is in each half of the width. Rows come in
-    groups (a head, or the whole matrix) whose last `rotated` rows are those pairs."""
+    """In DeepSeek's files the two rows of a rotary pair are adjacent; in ours there is one in each half of the rotated rows. Rows
+    come in groups (a head, or the whole matrix) whose last `rotated` rows are those pairs."""
 
     unrotated: int
     rotated: int
@@ -82,7 +82,7 @@ class Interleaved(Link):
         yield self.reordered(source.get(self.ours[0]), (2, self.rotated // 2))
 
     def reordered(self, rows: Tensor, pairs: tuple[int, int]) -> Tensor:
-        """Rows with those of each rotary pair brought together, or apart."""
+        """The rows with each rotary pair made adjacent, or separated."""
         groups = rows.unflatten(0, (-1, self.unrotated + self.rotated))
         unrotated, rotated = groups.split((self.unrotated, self.rotated), dim=1)
         reordered = rotated.unflatten(1, pairs).transpose(1, 2).flatten(1, 2)
@@ -91,9 +91,9 @@ class Interleaved(Link):
 
 @dataclass(frozen=True)
 class FusedHeads(Link):
-    """GPT-NeoX and BLOOM keep q, k and v in one matrix, head by head. Of a head of queries or keys the first `rotated` rows are,
-    there, the halves of its rotary pairs; in ours one half of all pairs is in each half of the width, and those that keep still are
-    behind."""
+    """GPT-NeoX and BLOOM store q, k and v in one matrix, head by head. In their files, the first `rotated` rows of a query or key
+    head are the two halves of its rotary pairs. In ours, each half of the head's rows begins with one half of the pairs, followed
+    by unrotated rows."""
 
     heads: int
     rotated: int
@@ -113,14 +113,14 @@ class FusedHeads(Link):
         yield torch.stack([rows if n == 2 else rows[:, back] for n, rows in enumerate(each)], dim=1).flatten(0, 2)
 
     def order(self, width: int) -> list[int]:
-        """Their row for each of ours."""
+        """The index of their row for each of ours."""
         half, still = self.rotated // 2, list(range(self.rotated, width))
         middle = width // 2 - half
         return [*range(half), *still[:middle], *range(half, self.rotated), *still[middle:]]
 
 
 class Shifted(Link):
-    """Gemma keeps what a norm multiplies with less 1. Near 1 few bits are left for it, so ours is in float32."""
+    """Gemma stores a norm's weight minus 1. Added to 1, 16 bits would not hold all its digits, so ours is in float32."""
 
     def to_ours(self, name: str, source: Reader) -> Iterator[Tensor]:
         yield source.get(self.theirs[0]).float() + 1.0
@@ -214,8 +214,8 @@ _LATENT = {
 
 
 def links(config: ModelConfig, ours: Iterable[str], interleaved: bool = True) -> Iterator[Link]:
-    """How each of the network's tensors is stored in the files of its family, in the order of `ours`. `interleaved` says how latent
-    attention's rotary rows lie there."""
+    """How each of the network's tensors is stored in the files of its family, in the order of `ours`. `interleaved`: the rotary
+    pairs of latent attention are adjacent there."""
     if is_neox(config):
         table = _NEOX
     elif is_bloom(config):
@@ -284,32 +284,32 @@ def _layer_link(
 
 
 def is_opt(config: ModelConfig) -> bool:
-    """Whether a network is of the family of OPT, whose files are not laid out like GPT-2's."""
+    """Whether a network is of the OPT family, whose files are not laid out like GPT-2's."""
     return config.position == "learned" and config.activation == "relu"
 
 
 def is_neox(config: ModelConfig) -> bool:
-    """Whether a network is of the family of GPT-NeoX."""
+    """Whether a network is of the GPT-NeoX family."""
     return config.position == "rotary" and config.parallel_block and config.has_ffn_norm
 
 
 def is_bloom(config: ModelConfig) -> bool:
-    """Whether a network is of the family of BLOOM."""
+    """Whether a network is of the BLOOM family."""
     return config.position == "alibi"
 
 
 def fuses_heads(config: ModelConfig) -> bool:
-    """Whether its files keep q, k and v in one matrix."""
+    """Whether its files store q, k and v in one matrix."""
     return like_gpt2(config) or is_neox(config) or is_bloom(config)
 
 
 def like_gpt2(config: ModelConfig) -> bool:
-    """Whether its files keep matrices transposed, and q, k and v in one."""
+    """Whether its files store matrices transposed, and q, k and v in one."""
     return config.position == "learned" and not is_opt(config)
 
 
 def left_out(config: ModelConfig, name: str) -> str:
-    """Why a tensor of their files that no link names may be left out, or "" when it may not."""
+    """The reason why a tensor of their files without a link may be left out, or "" if it may not."""
     if like_gpt2(config) and re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias", name):
         return "attention masks"
     if is_neox(config) and re.fullmatch(r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias", name):

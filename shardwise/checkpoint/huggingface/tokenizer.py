@@ -1,6 +1,6 @@
 """A run's tokenizer in a Hugging Face folder: which tokens begin, end and pad a text, in the files that transformers reads.
 
-A `tokenizer.json` does not say which; `tokenizer_config.json` and `generation_config.json` do. Published files stay as they are.
+A `tokenizer.json` does not name them; `tokenizer_config.json` and `generation_config.json` do. Published files stay as they are.
 The byte tokenizer has no file, so one is made: byte-level BPE without a single merge, whose ids are the bytes.
 """
 
@@ -13,7 +13,7 @@ from shardwise.data.tokenizer import BYTE, Tokenizer
 
 
 def tokenizer_config(tokenizer: Tokenizer, positions: int) -> dict[str, Any]:
-    """`tokenizer_config.json` of a tokenizer whose model has so many positions."""
+    """The `tokenizer_config.json` of a tokenizer, for a model with `positions` positions."""
     names = {f"{role}_token": name for role, (name, _) in tokenizer.special_tokens.items()}
     return {
         # Any tokenizer.json, whatever the model's architecture.

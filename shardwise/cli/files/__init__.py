@@ -1,1 +1,1 @@
-"""Verbs that make files of other files: token shards of text, weights of other formats and in fewer bits."""
+"""Verbs that turn files into other files: text into token shards, weights into other formats and fewer bits."""

@@ -1,5 +1,5 @@
-"""What `shardwise data` says of a set of conversations: counts, what was left out and why, and a few documents with what is
-learned in colour."""
+"""Output of `shardwise data` about a set of conversations: counts, the skipped rows and why, and a few documents with the learned
+tokens in colour."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from shardwise.data.shards import Index, TokenSet
 
 _LONGEST = 2000
-"""Tokens of a sample that are shown."""
+"""Most tokens of a sample that are shown."""
 _NAMED = 5
 
 
 def counts(index: Index) -> dict[str, Any]:
-    """What a set of conversations holds, for programs."""
+    """The counts of a set of conversations, as JSON data."""
     return {
         "kind": index.kind,
         "paired": index.paired,
@@ -30,7 +30,7 @@ def counts(index: Index) -> dict[str, Any]:
 
 
 def skipped_rows(folder: Path, most: int = _NAMED) -> list[dict[str, Any]]:
-    """The first rows that were left out, with file, line and reason."""
+    """The first skipped rows, with file, line and reason."""
     from shardwise.data.shards import SKIPPED
 
     with open(folder / SKIPPED, encoding="utf-8") as file:
@@ -38,7 +38,7 @@ def skipped_rows(folder: Path, most: int = _NAMED) -> list[dict[str, Any]]:
 
 
 def print_counts(index: Index, folder: Path) -> None:
-    """The same for people."""
+    """Print the same counts as text."""
     found = counts(index)
     names = {"chat": "conversations", "prompts": "prompts", "preference": "pairs" if index.paired else "answers"}
     print(f"{names[index.kind]:<17}{found['conversations']:,}")
@@ -59,7 +59,7 @@ def print_counts(index: Index, folder: Path) -> None:
 
 
 def show_samples(tokens: TokenSet, most: int) -> None:
-    """The first documents on a terminal: what is learned in green, what is context dim."""
+    """Print the first documents on a terminal: learned tokens in green, context dim."""
     from rich.console import Console
     from rich.text import Text
 
@@ -83,7 +83,7 @@ def show_samples(tokens: TokenSet, most: int) -> None:
 
 
 def runs(tokenizer: Any, ids: list[int], mask: list[int]) -> list[tuple[bool, str]]:
-    """Tokens as text, those with the same mark together; special tokens by name."""
+    """Tokens as text, grouped in runs with the same mask; special tokens by name."""
     found: list[tuple[bool, bytes]] = []
     for number, (token, learned) in enumerate(zip(ids, mask, strict=True)):
         piece = tokenizer.piece(token, number == 0) or tokenizer.name(token).encode()

@@ -1,4 +1,4 @@
-"""`shardwise convert`: weights from a Hugging Face folder into a checkpoint, and back. The conversion streams, so a small
+"""`shardwise convert`: converts weights from a Hugging Face folder to a checkpoint, and back. The conversion streams, so a small
 machine converts a model of any size; no pickle is ever loaded."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Convert, and print what was done."""
+    """Convert, and print a summary."""
     import torch
 
     from shardwise.checkpoint.huggingface import from_hf, from_peft, to_hf, to_peft
@@ -67,7 +67,7 @@ def execute(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal, nothing elsewhere."""
+    """A progress bar on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         yield None
         return

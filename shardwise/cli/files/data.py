@@ -1,5 +1,5 @@
-"""`shardwise data`: build token shards from text or conversations in files, JSONL or Parquet, and show what a set holds. Raw files
-are prepared by `cli/files/prepare.py`."""
+"""`shardwise data`: builds token shards from text or conversations in files, JSONL or Parquet, and shows the content of a set.
+`cli/files/prepare.py` prepares raw files."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def _print_summary(summary: Summary) -> None:
 
 @contextmanager
 def progress_on(stream: TextIO) -> Iterator[Callable[[Progress], None]]:
-    """A bar on a terminal, an occasional line in a log."""
+    """A progress bar on a terminal, an occasional line in a log."""
     if not stream.isatty():
         yield _log_lines(stream)
         return
@@ -251,7 +251,7 @@ def _log_lines(stream: TextIO) -> Callable[[Progress], None]:
 
 
 def megabytes(count: float) -> str:
-    """A number of bytes, decimal as text is measured: 12.3 MB."""
+    """A number of bytes in decimal units, as usual for text: 12.3 MB."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

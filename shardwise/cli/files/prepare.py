@@ -1,4 +1,4 @@
-"""`shardwise data prepare`, which does a recipe, and `shardwise data fate`, which says what became of a document."""
+"""`shardwise data prepare`, which executes a recipe, and `shardwise data fate`, which shows the fate of a document."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE = "statistics.html"
 
 
 def add_prepare(verbs: Any) -> None:
-    """The arguments of both."""
+    """Declare the arguments of both."""
     prepare = verbs.add_parser(
         "prepare",
         help="read, filter and deduplicate raw files by a recipe, into token sets",
@@ -51,7 +51,7 @@ def add_prepare(verbs: Any) -> None:
         "--option", action="append", default=[], metavar="=--WORD", help="Slurm: one more option of sbatch"
     )
     prepare.add_argument("--json", action="store_true", help="print the statistics as JSON")
-    # What a task of an array is told.
+    # Passed to the tasks of a Slurm array.
     prepare.add_argument("--stage", default="", help=argparse.SUPPRESS)
     prepare.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
 
@@ -113,7 +113,7 @@ def _show(args: argparse.Namespace, found: dict[str, Any], out: Path) -> int:
 
 
 def _one_stage(args: argparse.Namespace, out: Path) -> int:
-    """A task of an array: its share of a stage, or the end."""
+    """Run one task of a Slurm array: its share of a stage, or the final one."""
     from shardwise.data.prepare.prepare import do_share, finish
     from shardwise.data.prepare.stages import read_plan
 
@@ -139,7 +139,7 @@ def _submit(args: argparse.Namespace, recipe: Recipe, out: Path) -> int:
 
 
 def _log() -> Callable[[Progress], None]:
-    """A line where a stage begins, and now and then."""
+    """Log a line when a stage begins, and from time to time."""
     last: list[Any] = ["", 0.0]
 
     def update(now: Progress) -> None:

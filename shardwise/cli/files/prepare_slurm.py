@@ -1,4 +1,4 @@
-"""A recipe as Slurm arrays: a job for each stage, each after the one before, and one that finishes. What is done is not
+"""Runs a recipe as Slurm arrays: a job for each stage, each after the previous one, and a final one. Finished stages are not
 submitted again."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FINISH = "finish"
 def submit_recipe(
     recipe: Recipe, file: Path, out: Path, workers: int, options: list[str], restart: bool
 ) -> list[Submission]:
-    """Write and submit the jobs; the number of workers is the tasks of each array."""
+    """Write and submit the jobs; each array has `workers` tasks."""
     if workers < 1:
         raise UserError(Problem("is needed for Slurm: the tasks of each array", "--workers"))
     plan = begin(recipe, file.resolve().parent, out, restart)

@@ -1,4 +1,4 @@
-"""`shardwise quantize`: a checkpoint into a folder with weights of 8 or 4 bits."""
+"""`shardwise quantize`: turns a checkpoint into a folder with 8-bit or 4-bit weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Quantise, and print what was done."""
+    """Quantise, and print a summary."""
     method: Method = args.method or ("round" if args.weights == "int8" else "gptq")
     problems = []
     if method == "smoothquant" and args.weights == "int4":

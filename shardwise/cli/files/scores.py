@@ -1,5 +1,5 @@
-"""`shardwise data score`: what a reference or a teacher says of a run's data, written beside it, on as many ranks as its layout
-needs."""
+"""`shardwise data score`: stores the log-probabilities of a reference or a teacher beside a run's data, on as many ranks as its
+layout needs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    """How far it is, on one line of a terminal; in a log, what is done."""
+    """Show progress on one line of a terminal; in a log, print only what is done."""
     ends = not text.endswith(" rows")
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="\n" if ends else "", file=sys.stderr, flush=True)

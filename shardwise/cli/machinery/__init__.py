@@ -1,1 +1,1 @@
-"""What verbs share: types of arguments, letters and progress on a terminal, versions, what a fork server imports."""
+"""Helpers shared by verbs: argument types, terminal characters and progress, versions, and the imports of the fork server."""

@@ -1,4 +1,4 @@
-"""Argument types of several verbs; a bad value is refused before anything starts."""
+"""Argument types shared by several verbs; a bad value is rejected before anything starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def new_file(text: str) -> str:
 
 
 def write_file(path: str | Path, content: bytes) -> None:
-    """Write a file that the user named. Where a disk is full, Python's own error does not say which file it was."""
+    """Write a file that the user named. If the disk is full, Python's own error does not name the file."""
     try:
         Path(path).write_bytes(content)
     except OSError as e:

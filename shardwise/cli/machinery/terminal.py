@@ -1,5 +1,5 @@
-"""What a command writes to a terminal: letters that it can show (without UTF-8, × is x and not a question mark), and what is being
-done while it takes long, one line that is written over on a terminal, a line every few seconds elsewhere."""
+"""Terminal output of a command: characters that the terminal can show (without UTF-8, × becomes x and not a question mark), and
+progress of long work: one line that is overwritten on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAIN = {
 
 
 def plain(error: UnicodeError) -> tuple[str, int]:
-    """An error handler of a stream: each letter by one or more that every terminal has. Bars keep their length."""
+    """An error handler of a stream: replaces each character by one or more that every terminal has. Bars keep their length."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     letters = error.object[error.start : error.end]
@@ -38,17 +38,17 @@ def plain(error: UnicodeError) -> tuple[str, int]:
 
 
 def register() -> None:
-    """Make the handler known by its name."""
+    """Register the handler under its name."""
     codecs.register_error(NAME, plain)
 
 
 PAUSE = 5.0
-"""Seconds between lines where there is no terminal; work that is over sooner says nothing."""
+"""Seconds between lines without a terminal; work that ends sooner prints nothing."""
 
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], None]]:
-    """A function to tell stderr what is being done."""
+    """Yields a function that shows progress on stderr."""
     terminal = sys.stderr.isatty()
     last = time.monotonic()
 

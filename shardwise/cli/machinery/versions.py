@@ -1,4 +1,4 @@
-"""Versions of what matters, read from what is installed without importing it."""
+"""Versions of the relevant packages, read from their metadata without importing them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("numpy", "rich", *EXTRA_OF, "triton", "transformers", "pandas")
 
 
 def package_versions() -> dict[str, str]:
-    """Of packages that this one may use; empty where one is not installed."""
+    """Versions of the packages that this one may use; "" for one that is not installed."""
     return {name: _version(name) for name in PACKAGES}
 
 
@@ -27,8 +27,8 @@ def _version(name: str) -> str:
 
 
 def torch_built_for() -> str:
-    """What PyTorch was built for: "CUDA 13.0", "ROCm 7.1" or "CPUs"; empty without PyTorch. From its own file: importing it takes
-    seconds."""
+    """The platform that PyTorch was built for: "CUDA 13.0", "ROCm 7.1" or "CPUs"; empty without PyTorch. It is read from PyTorch's
+    version file, since importing it takes seconds."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return ""
@@ -43,7 +43,7 @@ def torch_built_for() -> str:
 
 
 def version_lines() -> list[str]:
-    """What `shardwise --version` prints."""
+    """The output of `shardwise --version`."""
     versions = package_versions()
     torch = f"torch {versions['torch']} for {torch_built_for()}" if versions["torch"] else "no torch"
     others = [f"{name} {versions[name]}" for name in ("triton", "numpy") if versions[name]]

@@ -1,1 +1,1 @@
-"""Verbs that measure: this machine, some steps of a run, and a run beside its plan."""
+"""Verbs that measure: this machine, a few steps of a run, and a run against its plan."""

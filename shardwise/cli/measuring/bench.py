@@ -29,7 +29,7 @@ HELP = """Measure this machine: GEMMs, attention, copies, the host overhead of a
 
 SECONDS, QUICK_SECONDS = 60.0, 10.0
 COLUMNS = ("size(B)", "count", "type", "redop", "time(us)", "algbw(GB/s)", "busbw(GB/s)")
-"""As nccl-tests names them."""
+"""Column names of nccl-tests."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Measure what was asked for, write it, show it."""
+    """Run the requested measurements, write the profile and print it."""
     from shardwise.train.processes.environment import rank_environment
 
     environment = rank_environment(os.environ)
@@ -82,7 +82,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _rehearsed(args: argparse.Namespace) -> Profile:
-    """The points of a rehearsal."""
+    """A profile with the points of a rehearsal."""
     from shardwise.cli.machinery.terminal import progress_line
     from shardwise.hardware.chips import unknown_chip
     from shardwise.measure.rehearsed_profile import rehearsed_profile
@@ -126,7 +126,7 @@ def _check(args: argparse.Namespace, environment: RankEnvironment | None) -> Non
 
 
 def _unwritable(path: Path) -> str:
-    """Why a file cannot be written, or ""; asked before a minute is spent on its content."""
+    """Why a file cannot be written, or ""; checked before a minute is spent on its content."""
     if path.is_dir():
         return "it is a folder"
     if not path.absolute().parent.is_dir():
@@ -156,7 +156,7 @@ def _serving(args: argparse.Namespace) -> Profile:
 
 
 def _collectives(args: argparse.Namespace) -> tuple[dict[str, Any], ...]:
-    """The points measured by ranks that are started here."""
+    """The points measured by ranks that this command starts."""
     from shardwise.hardware import load_profile
     from shardwise.train.processes import launch
 
@@ -171,7 +171,7 @@ def _collectives(args: argparse.Namespace) -> tuple[dict[str, Any], ...]:
 
 
 def _as_rank(args: argparse.Namespace, environment: RankEnvironment) -> int:
-    """One of the ranks that torchrun, Slurm or this command started; the first measures the kernels, writes and prints."""
+    """Run as one of the ranks that torchrun, Slurm or this command started; the first measures the kernels, writes and prints."""
     from shardwise.measure.bench.collectives import collective_points
     from shardwise.measure.bench.machine import empty_profile
     from shardwise.train.processes import launch
@@ -217,7 +217,7 @@ def _finish(args: argparse.Namespace, profile: Profile) -> None:
 
 @contextmanager
 def _progress(quiet: bool = False) -> Iterator[Progress]:
-    """A bar for each thing measured, on stderr."""
+    """A progress bar for each measurement, on stderr."""
     from rich.progress import Progress
 
     from shardwise.report.terminal import Console
@@ -299,7 +299,7 @@ def tables(profile: Profile) -> list[Table]:
 
 
 def _serving_tables(profile: Profile) -> list[Table]:
-    """Seconds of a layer in the steps of a serving engine, a table for each shape of layer."""
+    """Seconds of a layer in the steps of a serving engine, one table per layer shape."""
     from shardwise.hardware.profile import LAYER
     from shardwise.report import words
 
@@ -327,7 +327,7 @@ Shapes = dict[tuple[int, ...], dict[str, float]]
 
 
 def _by_shape(points: Sequence[dict[str, Any]], sizes: Sequence[str], names: Sequence[str]) -> Shapes:
-    """TFLOP/s by shape and kind of kernel."""
+    """TFLOP/s by shape and kernel kind."""
     found: Shapes = {}
     for point in points:
         how = "\n".join(str(point[name]).removesuffix("_attention") for name in names)

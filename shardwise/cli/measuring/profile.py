@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Record, or start the ranks that do."""
+    """Record, or start the ranks that record."""
     from shardwise.train.processes import launch
     from shardwise.train.processes.environment import rank_environment
 
@@ -47,7 +47,7 @@ def execute(args: argparse.Namespace) -> int:
     environment = rank_environment(os.environ)
     launch.check_here(run, environment)
     if environment is None:
-        source_of(run)  # report what is wrong with the data once, not on every rank
+        source_of(run)  # report errors in the data once, not on every rank
         prepare_folder(folder)
         # Also for a single rank, so that the profiler's own messages go to a log.
         return launch.start_local(_rank_arguments(args, folder), run.layout.world, folder / "logs")
@@ -55,7 +55,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def chosen_ranks(text: str | None, world: int) -> tuple[int, ...] | None:
-    """The ranks that `0,3-5` names."""
+    """The ranks of a list such as `0,3-5`."""
     if text is None:
         return None
     found: set[int] = set()
@@ -71,7 +71,7 @@ def chosen_ranks(text: str | None, world: int) -> tuple[int, ...] | None:
 
 
 def _rank_arguments(args: argparse.Namespace, folder: Path) -> list[str]:
-    """The arguments of this command, for the ranks."""
+    """The arguments of this command, to start the ranks with."""
     words = ["profile", args.run, "--out", str(folder), "--steps", str(args.steps), "--warmup", str(args.warmup)]
     words += ["--ranks", args.ranks] if args.ranks else []
     words += [f"--{key}" for key in ("modules", "json") if getattr(args, key)]
@@ -97,7 +97,7 @@ def _as_rank(
 
 
 def print_now(what: str) -> None:
-    """Print progress at once, also where the output is not a terminal."""
+    """Print progress at once, even if the output is not a terminal."""
     print(what, flush=True)
 
 
@@ -118,7 +118,7 @@ def _show(folder: Path, args: argparse.Namespace) -> int:
 
 
 def _show_answers(folder: Path) -> None:
-    """The explanation in short, where the packages that read traces are installed."""
+    """Print a short explanation, if the packages that read traces are installed."""
     from shardwise.cli.main import missing_part
     from shardwise.cli.trace.read import read_and_explain
     from shardwise.cli.trace.verb import add_arguments as trace_arguments

@@ -1,4 +1,4 @@
-"""`shardwise verify`: run a few steps, or a dry one, and compare every account with the plan."""
+"""`shardwise verify`: runs a few steps, or a dry one, and compares every account with the plan."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Count and compare."""
+    """Count and compare with the plan."""
     alone = args.dry or args.rehearse
     if args.dry and args.rehearse:
         raise UserError("--dry has no data and --rehearse real kernels; choose one")
@@ -62,7 +62,7 @@ def execute(args: argparse.Namespace) -> int:
         raise UserError("--rank is the rank of --dry or --rehearse; without them all ranks run")
     if not args.rehearse and (args.hold or args.tune or args.trace):
         raise UserError("--hold, --tune and --trace belong to --rehearse")
-    # A dry run is of the job that `plan` plans; real steps are of the one that `train` trains.
+    # A dry run uses the job that `plan` plans; real steps use the one that `train` trains.
     planned = read_planned(args.run, args.overrides, (unknown_chip,)) if alone else None
     run = planned.run if planned else read_run(args.run, args.overrides, (unknown_chip,))
     if run.serve.rate or run.serve.concurrency:
@@ -138,7 +138,7 @@ def _rehearse(run: Run, args: argparse.Namespace) -> int:
 
 
 def _rank_arguments(args: argparse.Namespace) -> list[str]:
-    """The arguments of this command, for the ranks."""
+    """The arguments of this command, to start the ranks with."""
     words = ["verify", args.run, "--steps", str(args.steps), *(f"--{override}" for override in args.overrides)]
     words += ["--json"] if args.json else []
     if args.time is not None:
@@ -174,7 +174,7 @@ def _tolerance(args: argparse.Namespace) -> dict[str, float]:
 
 
 def _show(verdicts: list[Verdict], args: argparse.Namespace) -> int:
-    """Print the first rank that differs, or the first rank; exit code 1 when one differs."""
+    """Print the first rank that differs, or rank 0 if none does; exit code 1 if one differs."""
     from shardwise.measure.verify import as_dict
     from shardwise.train.processes.launch import answer
 

@@ -1,4 +1,4 @@
-"""`shardwise budget`: the best model for a budget, with its layout, days and cost."""
+"""`shardwise budget`: finds the best model for a budget, with its layout, days and cost."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Find and print."""
+    """Find the best model and print it."""
     from shardwise.cli.machinery.terminal import progress_line
     from shardwise.hardware.chips import find_chip
 
@@ -107,7 +107,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _law(name: str) -> tuple[Fit | None, Loss, str]:
-    """The law of a name or of a file: the fit where it is one, the function, and where it comes from."""
+    """The law of a name or a file: the fit if it is a file, the loss function, and its source."""
     from shardwise.run.problems import nearest
     from shardwise.scale.published import DEFAULT, LAWS
 
@@ -163,7 +163,7 @@ def _figures(budget: Budget, fitted: Fit | None, loss: Loss, law: str, args: arg
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinity: what is never reached is null."""
+    """JSON has no infinity, so a value that is never reached is null."""
     return value if value < 1e300 else None
 
 

@@ -1,4 +1,4 @@
-"""`shardwise gallery`: tables and figures of papers, as published and as planned."""
+"""`shardwise gallery`: shows tables and figures of papers, as published and as planned."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Make the exhibits and show them."""
+    """Build the exhibits and print them."""
     from shardwise.plan.published.gallery import EXHIBITS
 
     unknown = [name for name in args.names if name not in EXHIBITS]

@@ -1,4 +1,4 @@
-"""`shardwise plan`: what a run needs and how fast it goes, or the best layouts for it."""
+"""`shardwise plan`: predicts what a run needs and how fast it is, or searches for its best layouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ search for the best layouts. With serve.rate or serve.concurrency, predict the l
 that load."""
 
 SHOWN_MICROBATCHES = 24
-"""Microbatches that a chart shows of a step; `--trace` writes all."""
+"""Most microbatches of a step in a chart; `--trace` writes all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Plan or search, and show it. Exit code 1 when the given layout does not fit."""
+    """Plan or search, and print the result. Exit code 1 if the given layout does not fit."""
     # A plan makes hundreds of thousands of small records without cycles: looking for cycles takes a sixth of a search.
     gc.disable()
     try:
@@ -114,7 +114,7 @@ def _execute(args: argparse.Namespace) -> int:
 
 
 def plan_json(best: Plan, found: SearchResult | None, not_set: dict[str, Any]) -> dict[str, Any]:
-    """What `--json` prints; names are stable."""
+    """The output of `--json`; names are stable."""
     fits = {} if best.fits else {"next_change": _makes_it_fit(best)}
     rollouts = _rollouts(best)
     added = {} if rollouts is None else {"rollouts": rollouts.as_dict()}
@@ -135,7 +135,7 @@ def _row(found: SearchResult, number: int) -> Plan:
 
 
 def _write_run(best: Plan, args: argparse.Namespace) -> None:
-    """The run with one layout of the ranking, to the file of `--out` or to the output."""
+    """Write the run with one layout of the ranking to the file of `--out`, or to stdout."""
     from shardwise.report import words
 
     memory, step = words.size(best.account.memory.peak), words.seconds(best.account.step_seconds)
@@ -160,7 +160,8 @@ def _devices(text: str | None) -> list[int] | None:
 
 
 def all_figures(best: Plan, found: SearchResult | None) -> list[tuple[str, str, str]]:
-    """The figures of a plan, and its next change: what would bring the best of a search most, or make a given layout fit."""
+    """The figures of a plan, and its next change: the one that would gain most for the best layout of a search, or that makes a
+    given layout fit."""
     if found is not None:
         change = found.next_changes[next((n for n, plan in enumerate(found.ranking) if plan is best), 0)]
     else:
@@ -176,7 +177,7 @@ def all_figures(best: Plan, found: SearchResult | None) -> list[tuple[str, str, 
 
 
 def _rollouts(best: Plan) -> RolloutPlan | None:
-    """What making its own answers adds to a run."""
+    """The plan of a GRPO run's rollouts; None for other runs."""
     if best.run.objective.kind != "grpo":
         return None
     from shardwise.plan.serving.rollouts import plan_rollouts
@@ -189,7 +190,7 @@ def _makes_it_fit(best: Plan) -> str:
 
     if found := change_that_fits(best.run):
         return found
-    if not best.run.cluster.chip:  # a search needs to know the chips
+    if not best.run.cluster.chip:  # a search needs to know the chip
         return "of the cluster: this machine is too small; name another: --cluster.chip=h100 --cluster.nodes=8 --layout=auto"
     return "of several keys: no single one makes it fit; --layout=auto finds layouts that do"
 
@@ -254,7 +255,7 @@ def plan_page(best: Plan, found: SearchResult | None, left_open: str) -> str:
 
 
 def rollout_figures(run: Run, plan: RolloutPlan) -> list[tuple[str, str, str]]:
-    """Rows beside those of the training step, of a run that makes its own answers."""
+    """Rows on rollouts for a GRPO run, beside those of the training step."""
     from shardwise.report import words
 
     memory, asked = plan.memory, run.objective

@@ -1,4 +1,4 @@
-"""What `shardwise plan` and `shardwise verify` print of a run that serves."""
+"""Output of `shardwise plan` and `shardwise verify` for a run that serves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIDES = ("plan", "load")
 
 
 def plan_serving(args: argparse.Namespace, run: Run) -> int:
-    """Play the load on the run's layout, or on all of its devices'. Exit code 1 when the load is not held."""
+    """Simulate the load on the run's layout, or search all layouts of its devices. Exit code 1 if the load cannot be sustained."""
     from shardwise.plan.serving.plan import plan_serving, search_serving
 
     wrong = {"--trace": args.trace, "--devices": args.devices, "--pick": args.pick, "--out": args.out}
@@ -104,8 +104,8 @@ def _print(best: ServingPlan, ranking: list[ServingPlan]) -> None:
 
 
 def verify_serving(args: argparse.Namespace, run: Run) -> int:
-    """Give the run's load to an engine of random weights on this machine, or read what was measured over HTTP, and lay it beside
-    the plan. Exit code 1 where they differ."""
+    """Run the load on an engine with random weights on this machine, or read what was measured over HTTP, and compare it with the
+    plan. Exit code 1 if they differ."""
     wrong = {
         "--dry": args.dry, "--rehearse": args.rehearse, "--hold": args.hold, "--tune": args.tune, "--trace": args.trace,
         "--rank": args.rank is not None,
@@ -129,7 +129,7 @@ def verify_serving(args: argparse.Namespace, run: Run) -> int:
 
 
 def read_load(path: str) -> ServedLoad:
-    """A load that `shardwise load --json` measured."""
+    """A load measured by `shardwise load --json`."""
     from shardwise.plan.serving.verdict import load_from_json
 
     try:
@@ -141,7 +141,7 @@ def read_load(path: str) -> ServedLoad:
 
 
 def verdict_of(run: Run, measured: ServedLoad) -> LoadVerdict:
-    """The plan of a run over HTTP beside what a client measured."""
+    """The plan of a run over HTTP compared with a client's measurement."""
     from shardwise.plan.serving.plan import plan_serving
     from shardwise.plan.serving.verdict import LoadVerdict
 
@@ -158,7 +158,7 @@ def _show(args: argparse.Namespace, verdict: LoadVerdict) -> int:
 
 
 def print_verdict(verdict: LoadVerdict, as_json: bool, time: float | None = None) -> int:
-    """Plan and measured load side by side. Exit code 1 where they differ."""
+    """Print plan and measured load side by side. Exit code 1 if they differ."""
     code = 0 if verdict.agrees(time) else 1
     if as_json:
         print(json.dumps(verdict.as_dict(time)))

@@ -1,4 +1,4 @@
-"""`shardwise validate`: predict published measurements and print the errors."""
+"""`shardwise validate`: predicts published measurements and prints the errors."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _as_json(predictions: list[Prediction]) -> dict[str, Any]:
 
 
 def summaries(predictions: list[Prediction]) -> dict[str, Any]:
-    """Errors over all rows, over the complete ones, and of each kind of row."""
+    """Errors over all rows, over the complete ones, and for each kind of row."""
     from shardwise.plan.published.validate import summary
 
     complete = [p for p in predictions if p.complete]

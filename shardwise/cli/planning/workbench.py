@@ -1,4 +1,4 @@
-"""`shardwise workbench`: a page where a run's keys are controls, and the plan follows."""
+"""`shardwise workbench`: a page where a run's keys are controls, and the plan updates at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Serve the page until told to end, or write it."""
+    """Serve the page until stopped, or write it to a file."""
     from shardwise.workbench.app import Workbench, make_app
     from shardwise.workbench.changes import with_layout
     from shardwise.workbench.question import base_of
@@ -51,8 +51,8 @@ def execute(args: argparse.Namespace) -> int:
         print(f"wrote {args.export}")
         return 0
     bench = Workbench(base)
-    bench.answer({})  # the first takes longest: it reads curves and presets
+    bench.answer({})  # the first answer takes longest: it reads curves and presets
     gc.collect()
-    gc.freeze()  # what is here stays; looking through it again and again would hold up answers
+    gc.freeze()  # these objects stay, and scanning them again and again would delay answers
     serve_page(make_app(bench), "workbench", args.port, not args.no_open)
     return 0

@@ -1,1 +1,1 @@
-"""`shardwise scale`, a file for each group of its verbs."""
+"""`shardwise scale`, with a file for each group of its verbs."""

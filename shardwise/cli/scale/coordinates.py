@@ -1,4 +1,4 @@
-"""`shardwise scale coordinates`: whether learning rates transfer over widths."""
+"""`shardwise scale coordinates`: checks whether learning rates transfer over widths."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from shardwise.measure.coordinates import Coordinates
 
 FLAT = 0.05
-"""A slope below it counts as none."""
+"""A smaller slope counts as zero."""
 
 
 def coordinates(args: argparse.Namespace) -> int:
-    """Measure and print; exit code 1 where the stream or the logits depend on the width."""
+    """Measure and print; exit code 1 if the residual stream or the logits depend on the width."""
     from shardwise.measure.coordinates import coordinates as measure
 
     try:

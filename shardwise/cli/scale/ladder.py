@@ -1,4 +1,4 @@
-"""`shardwise scale ladder`: small runs that predict a large one, written, trained and fitted."""
+"""`shardwise scale ladder`: writes, trains and fits small runs that predict a large one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwise.scale.store import to_json
 
 
 def ladder(args: argparse.Namespace) -> int:
-    """Write the runs; with --train make them, fit, and predict the target."""
+    """Write the runs; with --train, train them, fit, and predict the target."""
     target = read_run(args.run, args.overrides, (unknown_chip,))
     goal = rung_of(target)
     flops = args.budget * goal.flops if args.budget <= 1 else args.budget
@@ -35,7 +35,7 @@ def ladder(args: argparse.Namespace) -> int:
     for path, rung in zip(files, rungs, strict=True):
         write_file(path, to_toml(rung.run).encode())
     if args.slurm:
-        (folder / "logs").mkdir(exist_ok=True)  # Slurm makes no folders for what tasks print
+        (folder / "logs").mkdir(exist_ok=True)  # Slurm does not create the folders of its tasks' output
         write_file(folder / "ladder.sbatch", _array(folder, rungs).encode())
     seconds = None
     if args.train:
@@ -77,7 +77,7 @@ def _figures(rung: Rung, path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _train(path: Path, out: Path, rung: Rung) -> None:
-    """Train one rung in a process of its own; one that is done answers at once."""
+    """Train one rung in a separate process; a finished one returns at once."""
     print(
         f"training {rung.run.name}: {words.count(rung.params)} parameters, {rung.run.train.steps:,} steps",
         file=sys.stderr,
@@ -91,7 +91,7 @@ def _train(path: Path, out: Path, rung: Rung) -> None:
 
 
 def _array(folder: Path, rungs: list[Rung]) -> str:
-    """A Slurm array with a task for each rung; every rung has the layout of the target."""
+    """A Slurm array with a task for each rung; every rung has the target's layout."""
     place = shlex.quote(str(folder.resolve()))
     commands = [
         f"names=({' '.join(rung.run.name for rung in rungs)})",

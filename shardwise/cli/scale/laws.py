@@ -26,7 +26,7 @@ from shardwise.scale.store import from_json, to_json
 
 
 def fit(args: argparse.Namespace) -> int:
-    """Fit, write, print."""
+    """Fit a law, write it and print it."""
     points = _points(args)
     repeats = None
     forms = _forms(points) if args.form == "auto" else (args.form,)
@@ -88,7 +88,7 @@ def predict(args: argparse.Namespace) -> int:
 
 
 def _worth(fitted: Fit, stored: dict[str, Any], args: argparse.Namespace) -> tuple[float, float]:
-    """Parameters and tokens, or what they are worth where tokens are repeated."""
+    """Parameters and tokens, or their effective values if tokens are repeated."""
     if not args.unique_tokens or args.unique_tokens >= args.tokens:
         return args.params, args.tokens
     repeats = Repeats(**stored["repeats"]) if stored.get("repeats") else Repeats()
@@ -98,7 +98,7 @@ def _worth(fitted: Fit, stored: dict[str, Any], args: argparse.Namespace) -> tup
 
 
 def _points(args: argparse.Namespace) -> Points:
-    """Of one CSV file, or of run folders."""
+    """The points of one CSV file, or of run folders."""
     if all(is_run_folder(path) for path in args.data):
         return read_runs(args.data, args.loss or "eval_loss")
     if len(args.data) > 1:
@@ -112,7 +112,7 @@ def _points(args: argparse.Namespace) -> Points:
 
 
 def _forms(points: Points) -> tuple[str, ...]:
-    """Runs of one ratio of tokens to parameters cannot tell the two apart: one power of both fits them."""
+    """Forms to fit. Runs with one ratio of tokens to parameters cannot separate the two, so a single power of both is fitted."""
     ratio = points.tokens / points.params
     return ("power",) if ratio.max() < 1.1 * ratio.min() else ("chinchilla", "over-training")
 

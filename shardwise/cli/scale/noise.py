@@ -1,4 +1,4 @@
-"""`shardwise scale noise`: the critical batch of a run."""
+"""`shardwise scale noise`: measures the critical batch of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.scale.runs import count
 
 
 def noise(args: argparse.Namespace) -> int:
-    """Measure and print."""
+    """Measure and print the critical batch."""
     from shardwise.measure.noise import measure_noise
 
     run = read_run(args.run, args.overrides)

@@ -1,4 +1,4 @@
-"""The pictures of a fit: on the terminal, in a page, or as an SVG file."""
+"""Plots of a fit: on the terminal, in a page, or as an SVG file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _power(value: float) -> str:
 
 
 def write_pictures(args: argparse.Namespace, title: str, plots: list[Plot]) -> list[str]:
-    """Write what was asked for, and print letters for `--plot`, unless JSON is printed; returns the files."""
+    """Write the requested files, and print text plots for `--plot` unless JSON is printed; returns the files."""
     written = []
     if args.svg:
         write_file(args.svg, svg(plots).encode())

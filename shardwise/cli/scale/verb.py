@@ -1,4 +1,4 @@
-"""`shardwise scale`: scaling laws. The verbs below it, each with its arguments; the work is in the files beside this one."""
+"""`shardwise scale`: scaling laws. Declares its verbs and their arguments; the files beside this one do the work."""
 
 from __future__ import annotations
 

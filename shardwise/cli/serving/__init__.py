@@ -1,1 +1,1 @@
-"""Verbs that use weights: serve them, put load on a server, continue text, evaluate."""
+"""Verbs that use weights: serve them, load-test a server, continue text, evaluate."""

@@ -1,4 +1,4 @@
-"""`shardwise eval`: the loss of data sets, and the share of questions that a checkpoint answers right."""
+"""`shardwise eval`: measures the loss on data sets, and the fraction of questions that a checkpoint answers correctly."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def execute(args: argparse.Namespace) -> int:
     sets = _losses(args, folder, run) if args.sets else []
     tasks = _tasks(args, folder, run) if args.tasks else []
     if args.json:
-        # The figures of all sets together stand at the top, where scripts look for them.
+        # The figures of all sets together are at the top level, where scripts look for them.
         print(json.dumps({"checkpoint": str(folder), **_together(sets), "sets": sets, "tasks": tasks}))
         return 0
     for each in sets:

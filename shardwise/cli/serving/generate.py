@@ -1,4 +1,4 @@
-"""`shardwise generate`: text from a checkpoint."""
+"""`shardwise generate`: generates text from a checkpoint."""
 
 from __future__ import annotations
 

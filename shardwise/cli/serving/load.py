@@ -1,4 +1,4 @@
-"""`shardwise load`: how fast a server answers, under a load that is given."""
+"""`shardwise load`: measures how fast a server answers under a given load."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Load, then print."""
+    """Run the load, then print the figures."""
     from shardwise.cli.machinery.terminal import progress_line
     from shardwise.hardware.chips import unknown_chip
     from shardwise.run import read_run
@@ -112,7 +112,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _of_run(run: Run) -> dict[str, Any]:
-    """The load that the plan of a run plays."""
+    """The load that the plan of a run simulates."""
     from shardwise.plan.serving.play import requests_of
 
     serve = run.serve

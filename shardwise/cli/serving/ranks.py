@@ -1,4 +1,4 @@
-"""The ranks of a verb that an engine answers: started here where nobody else has started them, joined, and let go at the end."""
+"""The ranks of a verb that uses an engine: start them here unless they are started already, join them, and leave at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def rank_here() -> int | None:
-    """This process's rank; None when it was not started as one."""
+    """This process's rank; None if it was not started as one."""
     from shardwise.train.processes.environment import rank_environment
 
     environment = rank_environment(os.environ)
@@ -29,8 +29,8 @@ def rank_here() -> int | None:
 
 
 def start_ranks(run: Run, arguments: list[str]) -> int | None:
-    """Run `shardwise ARGUMENTS` as the ranks of the run's layout on this machine, and give its exit code; None where it needs no
-    other process, or they were started already."""
+    """Run `shardwise ARGUMENTS` as the ranks of the run's layout on this machine, and return its exit code; None if one process is
+    enough, or the ranks are already started."""
     from shardwise.train.faults.ranks import start_fork_server
     from shardwise.train.processes import launch
     from shardwise.train.processes.environment import rank_environment
@@ -51,8 +51,8 @@ def start_ranks(run: Run, arguments: list[str]) -> int | None:
 def engine_here(
     folder: Path, run: Run, longest: int = 0, remake: Callable[[int], Remake] | None = None, warm: bool = False
 ) -> Iterator[Engine | Replicas | None]:
-    """The engine of a checkpoint: on this device, or on all ranks of the layout, of which the first is given it, while the others
-    take part and are given None at the end. `remake` says how grammars over so many tokens are made."""
+    """The engine of a checkpoint, on this device or on all ranks of the layout. The first rank gets the engine; the others take
+    part and get None at the end. `remake` returns the grammar factory for a vocabulary size."""
     if run.layout.world == 1:
         from shardwise.serve.engine import make_engine
 
@@ -69,7 +69,7 @@ def engine_here(
 
     environment = rank_environment(os.environ)
     assert environment is not None
-    if environment.rank:  # the first says when it ends
+    if environment.rank:  # the first rank tells the others when to end
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN)
     placement = launch.join(environment, run)

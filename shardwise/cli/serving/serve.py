@@ -1,4 +1,4 @@
-"""`shardwise serve`: a checkpoint behind OpenAI's HTTP API."""
+"""`shardwise serve`: serves a checkpoint over OpenAI's HTTP API."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def execute(args: argparse.Namespace) -> int:
     code = start_ranks(run, args.arguments)
     if code is not None:
         return code
-    # Before the weights are read, which may take minutes.
+    # Opened before the weights are read, which may take minutes.
     listener = None if rank_here() else open_socket(args.host, args.port)
 
     def remake(vocab: int) -> Remake:
@@ -88,7 +88,7 @@ def execute(args: argparse.Namespace) -> int:
     with adapted(folder, args.adapter) as weights, engine_here(weights, run, remake=remake, warm=True) as engine:
         if engine is None or listener is None:
             return 0
-        # What is here now stays; looking through it again and again would hold up steps.
+        # These objects stay, and scanning them again and again would delay steps.
         gc.collect()
         gc.freeze()
 
@@ -102,12 +102,12 @@ def execute(args: argparse.Namespace) -> int:
 
         code = run_in_loop(until_signalled())
         if code and run.layout.world > 1:
-            os._exit(code)  # the other ranks need not be waited for
+            os._exit(code)  # do not wait for the other ranks
     return code
 
 
 def _keys(given: list[str]) -> list[str]:
-    """The keys of the command line. In a file they are not seen by others who list the machine's processes."""
+    """The keys of the command line. Keys in a file are not visible to others who list the machine's processes."""
     found = []
     for each in given:
         if not each.startswith("@"):

@@ -1,1 +1,1 @@
-"""`shardwise trace`: the verb, and how it reads profiles, compares them and writes their page."""
+"""`shardwise trace`: the verb, and its reading, comparison and page of profiles."""

@@ -1,7 +1,7 @@
-"""`shardwise trace --against`: a profile compared with its plan or with another profile, and the gate for continuous integration.
+"""`shardwise trace --against`: compares a profile with its plan or another profile, and is the gate for continuous integration.
 
 The word `plan` means the run that `shardwise profile` stored with the traces; a run (TOML) or the output of `shardwise plan
---json` is a plan; anything else is another profile, recorded before.
+--json` is a plan; anything else is another profile, recorded earlier.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
     from shardwise.trace.export import KernelChange
 
 SHOWN = 12
-"""Kernels whose change is printed."""
+"""Most kernels whose change is printed."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A profile and what it is compared with."""
+    """A profile compared with a plan or another profile."""
 
     names: tuple[str, str]
     differences: tuple[Difference, ...]
     before: float
-    """Seconds of a step of the plan or the other profile."""
+    """Seconds of a step in the plan or the other profile."""
     after: float
-    """Seconds of a step of the profile."""
+    """Seconds of a step in the profile."""
     kernels: tuple[KernelChange, ...] = ()
     timeline: Timeline | None = None
-    """The predicted timeline, when compared with a run."""
+    """The predicted timeline, if compared with a run."""
 
     @property
     def slower(self) -> float:
-        """By how many percent the profile's step is slower; negative when it is faster."""
+        """By how many percent the profile's step is slower; negative if it is faster."""
         return (self.after / self.before - 1) * 100 if self.before else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """The comparison as JSON data."""
         return {
             "names": list(self.names),
             "step_before": self.before,
@@ -55,7 +55,7 @@ class Comparison:
 
 
 def compare_with(args: argparse.Namespace, answers: Explanation) -> Comparison:
-    """The comparison that `--against` asks for."""
+    """The comparison requested by `--against`."""
     if args.against == "plan":
         return _with_run(_on_device(run_beside(args.paths), answers), answers)
     path = Path(args.against)
@@ -77,7 +77,7 @@ def run_beside(paths: list[Path]) -> Run:
 
 
 def _on_device(run: Run, answers: Explanation) -> Run:
-    """A recorded run that names no chip, on the one that it was recorded on: its plan is about that one."""
+    """A recorded run; if it names no chip, with the chip it was recorded on, so that the plan is for that one."""
     from shardwise.hardware.chips import chip_of_driver_name
 
     names = {chip.name for device in answers.devices.values() if (chip := chip_of_driver_name(device)) is not None}
@@ -87,7 +87,7 @@ def _on_device(run: Run, answers: Explanation) -> Run:
 
 
 def planned_timeline(paths: list[Path], answers: Explanation) -> Timeline | None:
-    """The predicted timeline of the run stored with the profiles; None when there is none."""
+    """The predicted timeline of the run stored with the profiles; None if there is none."""
     from shardwise.plan.plan import plan
     from shardwise.plan.time.timeline import timeline
 
@@ -153,7 +153,7 @@ def _with_profile(args: argparse.Namespace, path: Path, after: Explanation) -> C
 
 
 def show(comparison: Comparison, passed: bool, args: argparse.Namespace) -> None:
-    """Print it for a person; what differs by more than `--within` is marked."""
+    """Print the comparison; differences above `--within` are marked."""
     from rich.console import Console
     from rich.table import Table
 

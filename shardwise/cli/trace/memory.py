@@ -1,5 +1,5 @@
-"""`shardwise trace` of memory: snapshots of PyTorch's allocator, of any program or recorded by `shardwise profile`, alone or beside
-the time of a profile; against the plan, a run, or another snapshot."""
+"""Memory in `shardwise trace`: snapshots of PyTorch's allocator, from any program or recorded by `shardwise profile`, alone or
+with a profile; compared with the plan, a run, or another snapshot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardwise.trace.memory.history import MemoryHistory
 
 TEMPORARY = ("logits", "gathered", "buffers")
-"""Owners of a plan that come and go within a pass: a snapshot cannot tell them apart."""
+"""Owners of a plan that live only within a pass; a snapshot cannot tell them apart."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class MemoryBaseline:
 
     name: str
     owners: Mapping[str, float]
-    """Bytes at the peak."""
+    """Bytes at the peak, by owner."""
 
     def differences(self, history: MemoryHistory) -> list[Difference]:
-        """Owner by owner, and all together."""
+        """Differences by owner, and of the peak."""
         names = dict.fromkeys([*self.owners, *history.owners])
         each = [
             Difference("memory", name, self.owners.get(name, 0.0), float(history.owners.get(name, 0))) for name in names
@@ -40,7 +40,7 @@ class MemoryBaseline:
 
 
 def snapshots_among(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Snapshots, and what is left."""
+    """The snapshots among the paths, and the other paths."""
     from shardwise.trace.memory.snapshot import is_snapshot
 
     found = [path for path in paths if is_snapshot(path)]
@@ -48,7 +48,7 @@ def snapshots_among(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def histories_of(snapshots: Sequence[Path]) -> list[MemoryHistory]:
-    """The memory history of every device of some snapshots."""
+    """The memory history of every device in the snapshots."""
     from shardwise.trace.memory.history import explain_snapshot
     from shardwise.trace.memory.snapshot import read_snapshots
 
@@ -56,7 +56,7 @@ def histories_of(snapshots: Sequence[Path]) -> list[MemoryHistory]:
 
 
 def profiled_histories(paths: Sequence[Path]) -> list[MemoryHistory]:
-    """Of the ranks of profiles that `shardwise profile` recorded on GPUs."""
+    """The memory histories of the ranks of profiles that `shardwise profile` recorded on GPUs."""
     from shardwise.trace.memory.history import explain_snapshot
     from shardwise.trace.memory.snapshot import read_profiled
 
@@ -70,7 +70,7 @@ def profiled_histories(paths: Sequence[Path]) -> list[MemoryHistory]:
 
 
 def baseline_of(args: argparse.Namespace, rank: int) -> MemoryBaseline | None:
-    """What `--against` names, as memory; None where it has none."""
+    """The memory that `--against` names; None if it has none."""
     from shardwise.trace.memory.snapshot import is_snapshot
 
     if args.against is None:
@@ -109,7 +109,7 @@ def baseline_of(args: argparse.Namespace, rank: int) -> MemoryBaseline | None:
 
 
 def planned_of(run: Run, rank: int) -> MemoryBaseline:
-    """The plan of a rank, as the allocator sees it."""
+    """The planned memory of a rank, as the allocator sees it."""
     from shardwise.plan.plan import plan
 
     stages = plan(run).account.memory.ranks
@@ -119,13 +119,13 @@ def planned_of(run: Run, rank: int) -> MemoryBaseline:
 
 
 def _as_seen(owners: Mapping[str, float]) -> dict[str, float]:
-    """A plan's owners as a snapshot has them: what is not the allocator's left out, what it cannot tell apart together."""
+    """A plan's owners as in a snapshot: without memory outside the allocator, and with the owners it cannot tell apart summed."""
     kept = {name: float(size) for name, size in owners.items() if name not in (*TEMPORARY, "workspace") and size}
     return kept | {"temporary": float(sum(owners.get(name, 0.0) for name in TEMPORARY))}
 
 
 def execute_memory(args: argparse.Namespace, snapshots: Sequence[Path]) -> int:
-    """Tell snapshots alone. Exit code 1 where the peak is above what `--fail-above` allows."""
+    """Report on snapshots alone. Exit code 1 if the peak exceeds what `--fail-above` allows."""
     histories = histories_of(snapshots)
     if not histories:
         raise UserError(Problem("has no device with memory or a history", where=str(snapshots[0])))
@@ -146,7 +146,7 @@ def execute_memory(args: argparse.Namespace, snapshots: Sequence[Path]) -> int:
 
 
 def passes(args: argparse.Namespace, history: MemoryHistory, other: MemoryBaseline | None) -> bool:
-    """Whether a peak is not above what is allowed."""
+    """Whether the peak is within the allowed limit."""
     if other is None or args.fail_above is None:
         return True
     return history.peak <= sum(other.owners.values()) * (1 + args.fail_above / 100)
@@ -158,7 +158,7 @@ def as_record(history: MemoryHistory) -> dict[str, Any]:
 
 
 def as_json(histories: Sequence[MemoryHistory], others: Sequence[MemoryBaseline | None]) -> list[dict[str, Any]]:
-    """For programs; sizes in bytes, times in microseconds."""
+    """The histories as JSON data; sizes in bytes, times in microseconds."""
     found = []
     for history, other in zip(histories, others, strict=True):
         more = (
@@ -171,7 +171,7 @@ def as_json(histories: Sequence[MemoryHistory], others: Sequence[MemoryBaseline 
 
 
 def show(histories: Sequence[MemoryHistory], others: Sequence[MemoryBaseline | None]) -> None:
-    """For people."""
+    """Print the histories."""
     from rich.text import Text
 
     from shardwise.report import memory_view, terminal

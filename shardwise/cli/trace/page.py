@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from shardwise.trace.rank import Rank
 
 SPANS = 90_000
-"""About how many spans the timeline of all ranks has."""
+"""Approximate number of spans in the timeline of all ranks."""
 CLOSE_UP = 60_000
-"""About how many kernels a close-up has, so that a page stays usable."""
+"""Approximate number of kernels in a close-up, so that a page stays usable."""
 
 
 def write_page(explained: Explained, comparison: Comparison | None, path: str, within: float) -> None:
-    """Write one file that works offline."""
+    """Write the page as one file that works offline."""
     write_file(path, trace_page(explained, comparison, within).encode())
 
 
 def trace_page(explained: Explained, comparison: Comparison | None, within: float) -> str:
-    """The page; what differs from the comparison by more than `within` percent is marked."""
+    """The page; differences from the comparison above `within` percent are marked."""
     from shardwise.report import html, html_trace
     from shardwise.trace.timeline import timeline
 
@@ -43,7 +43,7 @@ def trace_page(explained: Explained, comparison: Comparison | None, within: floa
 
 
 def close_up(explained: Explained) -> Timeline | None:
-    """Every kernel of one step: of the slowest rank, then of the fastest, then of others as far as they fit."""
+    """Every kernel of one step: of the slowest rank, then the fastest, then others as far as they fit."""
     from shardwise.trace.spans.intervals import window
     from shardwise.trace.spans.steps import Selection
     from shardwise.trace.timeline import timeline

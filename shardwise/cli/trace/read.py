@@ -1,4 +1,4 @@
-"""Reads and explains profiles as the arguments of `shardwise trace` say."""
+"""Reads and explains profiles according to the arguments of `shardwise trace`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Explained(NamedTuple):
 
 
 def read_and_explain(paths: list[Path], args: argparse.Namespace) -> Explained:
-    """Read profiles and explain them, as the arguments say."""
+    """Read profiles and explain them according to the arguments."""
     from shardwise.trace.explain import explain
     from shardwise.trace.reading.cache import default_folder
     from shardwise.trace.reading.read import open_profiles
@@ -39,7 +39,7 @@ def read_and_explain(paths: list[Path], args: argparse.Namespace) -> Explained:
 
 
 def _peak(profiles: tuple[Profile, ...], args: argparse.Namespace) -> float:
-    """Operations a second of the chip that the user names, or else of the device; 0 when neither is known."""
+    """Peak FLOP/s of the chip that the user names, or else of the device; 0 if neither is known."""
     from shardwise.hardware.chips import chip_of_driver_name, find_chip
 
     if args.chip:
@@ -51,7 +51,7 @@ def _peak(profiles: tuple[Profile, ...], args: argparse.Namespace) -> float:
 
 
 def _choose(profiles: tuple[Profile, ...], args: argparse.Namespace) -> tuple[tuple[Rank, ...], tuple[str, ...]]:
-    """Each rank with the steps to look at, and notes for the user about that."""
+    """Each rank with its selected steps, and notes for the user about them."""
     from shardwise.trace.rank import Rank
     from shardwise.trace.spans.activity import activity_of
     from shardwise.trace.spans.steps import find_steps, select_steps

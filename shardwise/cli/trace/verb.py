@@ -1,4 +1,4 @@
-"""`shardwise trace`: where the time of a profile went, on which rank and axis it was lost, and what to change first."""
+"""`shardwise trace`: explains where the time of a profile went, on which rank and axis it was lost, and what to change first."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Read, choose, explain, compare, show. Exit code 1 when the gate of `--fail-above` is not passed."""
+    """Read, select, explain, compare, print. Exit code 1 if the gate of `--fail-above` fails."""
     _check(args)
     from shardwise.cli.trace import memory
 
@@ -113,7 +113,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _export(explained: Explained, comparison: Comparison | None, args: argparse.Namespace) -> None:
-    """All ranks, and the plan beside them where there is one, as a Chrome trace."""
+    """Write all ranks, and the plan if there is one, as a Chrome trace."""
     from shardwise.cli.trace.against import planned_timeline
     from shardwise.report.perfetto import write_chrome_trace
     from shardwise.trace.timeline import timeline
@@ -128,7 +128,7 @@ def _export(explained: Explained, comparison: Comparison | None, args: argparse.
 
 
 def as_json(explained: Explained) -> dict[str, Any]:
-    """What `--json` prints: every answer under its name, the windows looked at, and what could not be read."""
+    """The output of `--json`: every answer by name, the selected time windows, and the problems."""
     from shardwise.trace import export
 
     windows: dict[str, list[list[int | None]]] = {}

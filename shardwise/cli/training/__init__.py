@@ -1,1 +1,1 @@
-"""Verbs around a run that trains: start it, submit it as a job, watch it, list what it saved."""
+"""Verbs around a training run: start it, submit it as a job, watch it, list its checkpoints."""

@@ -1,4 +1,4 @@
-"""`shardwise checkpoints`: the checkpoints of a run folder, and whether each is whole."""
+"""`shardwise checkpoints`: lists the checkpoints of a run folder, and verifies each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """List and verify."""
-    # A run that is still training may have removed one meanwhile.
+    # A run that is still training may remove a checkpoint meanwhile.
     found = [each for folder in _folders(args.folder) if (each := _describe(folder)) and folder.exists()]
     if args.json:
         print(json.dumps(dict(folder=str(args.folder), checkpoints=found)))
@@ -48,7 +48,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _describe(folder: Path) -> dict[str, Any]:
-    """A checkpoint as one record; what cannot be read of it is left out."""
+    """A checkpoint as one record; fields that cannot be read are left out."""
     from shardwise.checkpoint.folder import step_of
     from shardwise.checkpoint.format import damage, read_manifest
 

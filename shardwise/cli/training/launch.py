@@ -1,4 +1,4 @@
-"""`shardwise launch`: what a scheduler takes of a run, checked against the plan; submitted, followed and cancelled."""
+"""`shardwise launch`: writes a scheduler's job for a run, checked against the plan; submits, follows and cancels it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Write, submit or follow."""
+    """Write, submit or follow the job."""
     for key, value in (("nodes", args.nodes), ("devices_per_node", args.ranks_per_node)):
         args.overrides += [f"cluster.{key}={value}"] if value else []
     run = read_run(args.run, args.overrides, (unknown_chip,))
@@ -82,12 +82,12 @@ def execute(args: argparse.Namespace) -> int:
         return _follow(args, run, folder)
     _check(args)
     run = _with_layout(run, args.overrides)
-    if args.on != "kubernetes" and run.cluster.rendezvous:  # is for machines that start their ranks themselves
+    if args.on != "kubernetes" and run.cluster.rendezvous:  # it is for machines that start their ranks themselves
         args.overrides.append("cluster.rendezvous=")
     job, estimate = _job(run, folder, args)
     cluster = _cluster(args)
     file = Path(args.out).resolve() if args.out else folder / "launch" / _FILES[args.on]
-    # Slurm opens the log before the run makes its folder.
+    # Slurm opens the log before the run creates its folder.
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_file(file, _text(job, cluster, args).encode())
@@ -159,14 +159,14 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _with_layout(run: Run, overrides: list[str]) -> Run:
-    """The run with its layout searched for where it is `auto`, and the layout among the overrides: every rank trains with it."""
+    """The run with its layout searched for if it is `auto`; the layout is added to the overrides, so that every rank uses it."""
     from shardwise.train.processes.launch import resolve_layout
 
     return resolve_layout(run, overrides)
 
 
 def _job(run: Run, folder: Path, args: argparse.Namespace) -> tuple[Job, Estimate | None]:
-    """The job, and what the plan says of it."""
+    """The job, and its planned estimate."""
     import shlex
 
     from shardwise import __version__
@@ -194,7 +194,7 @@ def _job(run: Run, folder: Path, args: argparse.Namespace) -> tuple[Job, Estimat
         print("warning: no --volume CLAIM:PATH: checkpoints are lost with their pods", file=sys.stderr)
     command = tuple(shlex.split(args.command)) if args.command else ()
     command = command or (("shardwise",) if image else (sys.executable, "-m", "shardwise"))
-    # Kubernetes has no queue that wants a time; Slurm asks for what the plan needs.
+    # Kubernetes needs no time limit; for Slurm it is the planned time.
     asked = limit or (found.limit if found and args.on == "slurm" else 0)
     job = Job(
         run=run,
@@ -216,7 +216,7 @@ def _job(run: Run, folder: Path, args: argparse.Namespace) -> tuple[Job, Estimat
 
 
 def _notes(run: Run, found: Estimate | None, asked: int) -> list[str]:
-    """What was planned, in a few lines."""
+    """The plan in a few lines."""
     from shardwise.launch.job import requeues, time_text
     from shardwise.report import words
     from shardwise.train.processes.launch import describe_layout
@@ -260,7 +260,7 @@ def _text(job: Job, cluster: Cluster, args: argparse.Namespace) -> str:
 
 
 def _follow(args: argparse.Namespace, run: Run, folder: Path) -> int:
-    """What became of the job that was submitted last from this folder."""
+    """Follow the job that was submitted last from this folder: status, logs or cancel."""
     from shardwise.launch import submission
 
     job = submission.last(folder)
@@ -277,7 +277,7 @@ def _follow(args: argparse.Namespace, run: Run, folder: Path) -> int:
 
 
 def _last_step(folder: Path) -> int:
-    """The last step in the metrics of a run, 0 where there is none."""
+    """The last step in a run's metrics, 0 if there is none."""
     try:
         with open(folder / "metrics.jsonl", "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))

@@ -22,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Train."""
+    """Train the run."""
     from shardwise.train.faults.ranks import free_port, start_fork_server
     from shardwise.train.processes import launch
     from shardwise.train.processes.environment import RankEnvironment, rank_environment
 
-    # A mistake is found before PyTorch is imported, which takes a while; the fork server imports it meanwhile.
+    # Mistakes are found before PyTorch is imported, which takes a while; the fork server imports it meanwhile.
     run = launch.resolve_layout(read_run(args.run, args.overrides, (unknown_chip,)), args.overrides)
     environment = rank_environment(os.environ, own_agent=bool(run.cluster.rendezvous))
     starts_ranks = environment is None and run.layout.world > 1
@@ -59,13 +59,13 @@ def execute(args: argparse.Namespace) -> int:
     try:
         train(run, out, has_agent, source_of)
     except Preempted as stop:
-        if environment is None or environment.rank == 0 or has_agent:  # once, where all ranks write to one place
+        if environment is None or environment.rank == 0 or has_agent:  # print it once if all ranks share one output
             print(stop, file=sys.stderr)
         return PREEMPTED
     except OSError as e:
         if not has_agent:
             raise
-        # A full disk or a lost mount may pass, so the agent restarts; a user's mistake was found before.
+        # A full disk or a lost mount may recover, so the agent restarts; user mistakes were found before.
         print(f"error: {e}", file=sys.stderr)
         return os.EX_IOERR
     finally:

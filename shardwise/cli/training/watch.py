@@ -1,4 +1,4 @@
-"""`shardwise watch`: runs on a page while they train, or afterwards."""
+"""`shardwise watch`: shows runs on a page while they train, or afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Serve the page until told to end."""
+    """Serve the page until stopped."""
     from shardwise.workbench.app import make_app
     from shardwise.workbench.server import serve_page
     from shardwise.workbench.watch import Watch

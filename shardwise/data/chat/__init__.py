@@ -1,1 +1,1 @@
-"""Conversations: rows of messages, answers and preferences to tokens, with a mark on those that a model learns. No torch."""
+"""Conversations: rows of messages, answers and preferences to tokens, with a mask of the tokens to learn. No torch."""

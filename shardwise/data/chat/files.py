@@ -1,4 +1,4 @@
-"""Where the files of a tokenizer keep chat templates. Read as text: who renders them needs Jinja, who copies them does not."""
+"""Finds the chat templates among a tokenizer's files. They are read as text: rendering them needs Jinja, copying them does not."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from shardwise.run.problems import Problem, UserError, nearest
 
 FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"
-"""Beside the file, templates for other purposes, each named by its file."""
+"""A folder beside that file with templates for other purposes, each named by its file."""
 DEFAULT = "default"
 
 
 def templates_in(folder: Path) -> dict[str, tuple[str, str]]:
-    """The templates of a folder by name, each with the file that it is from: files of their own, or the `chat_template` of a JSON
-    file, which is one text or a list of several with names."""
+    """The templates of a folder by name, each with its file: separate files, or the `chat_template` of a JSON file, which is one
+    text or a list of named ones."""
     found: dict[str, tuple[str, str]] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
         for key, source in _from_json(folder / name).items():
@@ -28,7 +28,7 @@ def templates_in(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def choose_template(folder: Path, name: str = "") -> tuple[str, str] | None:
-    """One of a folder's templates, by name or the default one, or the only one; with the file that it is from."""
+    """One template of a folder, with its file: the one called `name`; without a name the default, else the first."""
     found = templates_in(folder)
     if name and name not in found:
         there = f"; there are {', '.join(sorted(found))}" if found else ", nor any other"

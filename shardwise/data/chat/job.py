@@ -1,4 +1,4 @@
-"""A build of conversations before it begins: which form the rows have, which template writes them."""
+"""Sets up a build of conversations: finds the form of the rows and the template that renders them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.data.inputs import Chunk, Input
 from shardwise.run.problems import Problem, UserError
 
 _LOOKED_AT = 1000
-"""Rows in which to look for one whose form can be told."""
+"""Rows to search for one with a known form."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class ChatOptions:
     """How rows are understood and rendered."""
 
     form: Form | None = None
-    """None: as the first row says that can be understood."""
+    """None: the form of the first row that has one."""
     template: str | Path | None = None
     """A file to use instead of the tokenizer's template."""
     template_name: str = ""
-    """Which of several templates of the tokenizer."""
+    """The name of the template to use, if the tokenizer has several."""
     learn: Learn = "all"
     max_tokens: int = 0
 
 
 def chat_job(job: Job, options: ChatOptions, tokenizer: str | Path) -> ChatJob:
-    """The job of a set of conversations, from what it shares with any other; `tokenizer` is where that was loaded from."""
+    """The job of a set of conversations, made from a general job; `tokenizer` is the path of the job's tokenizer."""
     problems = []
     if options.max_tokens < 0 or options.max_tokens == 1:
         problems.append(Problem(f"{options.max_tokens} must be at least 2, or 0 for no limit", "--max-tokens"))

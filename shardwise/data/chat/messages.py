@@ -1,4 +1,4 @@
-"""Messages as templates want them: a role, a text, and calls of tools whose arguments are objects."""
+"""Messages in the form that templates expect: a role, a text, and tool calls whose arguments are objects."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SHAREGPT = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Who speaks, in the words of ShareGPT's exports and of those who write like them."""
+"""The role behind each speaker name in ShareGPT exports and data sets of that form."""
 
 
 class BadRow(Exception):
-    """A row that cannot be used: why, in words that rows with the same mistake share, and what it is about in this one."""
+    """A row that cannot be used. Rows with the same mistake share a `reason`; `about` has the details of this row."""
 
     def __init__(self, reason: str, about: str = "") -> None:
         super().__init__(f"{reason}: {about}" if about else reason)
@@ -33,7 +33,7 @@ class BadRow(Exception):
 
 
 def tidy_messages(given: Any, name: str) -> list[dict[str, Any]]:
-    """Messages of OpenAI's form, or of ShareGPT's; `name` is the row's field that holds them."""
+    """Normalise messages of OpenAI's or ShareGPT's form; `name` is the row's field that holds them."""
     if isinstance(given, str):
         given = parsed(given)
     if not isinstance(given, list) or not given:
@@ -44,7 +44,7 @@ def tidy_messages(given: Any, name: str) -> list[dict[str, Any]]:
 def _tidy(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise BadRow("a message is not an object", where)
-    # Parquet has every field in every row; what is null is not there.
+    # Parquet has every field in every row; a null field counts as absent.
     message = {str(name): value for name, value in given.items() if value is not None}
     if "role" not in message and "from" in message:
         return _from_sharegpt(message, where)
@@ -56,7 +56,7 @@ def _tidy(given: Any, where: str) -> dict[str, Any]:
         message["tool_calls"] = tidy_calls(message["tool_calls"])
     if content is None and not message.get("tool_calls"):
         raise BadRow("a message has no content", where)
-    # Templates add texts, and null is none.
+    # Templates concatenate contents, which must be strings, not null.
     return {**message, "role": role, "content": content or ""}
 
 
@@ -77,7 +77,7 @@ def _from_sharegpt(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _text(content: Any, where: str) -> str | None:
-    """The text of a content, which may come in parts."""
+    """The text of a message's content, which may be a list of parts."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -93,7 +93,7 @@ def _text(content: Any, where: str) -> str | None:
 
 
 def tidy_calls(calls: Any) -> Any:
-    """Calls of tools with their arguments as objects: OpenAI writes them as JSON inside of a text, templates as JSON."""
+    """Tool calls with their arguments as objects: OpenAI writes arguments as a JSON string, templates expect an object."""
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         return calls
     return [_tidy_call(call) for call in calls]
@@ -116,7 +116,7 @@ def _with_objects(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def common_prefix(one: str, other: str) -> str:
-    """What two texts begin with alike; by halves, since they are long and comparing them whole is fast."""
+    """The common prefix of two texts, by bisection: the texts are long, and comparing slices is fast."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -128,7 +128,7 @@ def common_prefix(one: str, other: str) -> str:
 
 
 def parsed(text: str) -> Any:
-    """What a text is as JSON; None if it is not."""
+    """A text parsed as JSON; None if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,5 +1,5 @@
-"""Reads the rows of a chunk of JSONL or Parquet one by one. A row that cannot be read does not stop the others: it is given as the
-reason, with its line, so that whoever counts rows misses none."""
+"""Reads the rows of a chunk of JSONL or Parquet one by one. A row that cannot be read does not stop the others: it is returned as
+the reason, with its line, so that every row is counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROWS = 256
 
 @dataclass(slots=True)
 class Row:
-    """A row, or why there is none. `line` counts from the beginning of the chunk, from 1."""
+    """A row, or the reason why it cannot be read. `line` counts from 1 at the beginning of the chunk."""
 
     value: Any
     line: int
@@ -29,14 +29,15 @@ class Row:
 
 
 class RowReader(Reader):
-    """The rows of one chunk. `lines` counts those read so far: chunks before tell where a line stands in its file."""
+    """The rows of one chunk. `lines` counts the lines read so far; the counts of earlier chunks give a line's number in its
+    file."""
 
     def __init__(self, file: Input, chunk: Chunk) -> None:
         super().__init__(file, chunk, "")
         self.lines = 0
 
     def rows(self) -> Iterator[Row]:
-        """All rows. Raises `UserError` where the file itself cannot be read on."""
+        """All rows. Raises `UserError` if the file itself cannot be read any further."""
         try:
             yield from self._lines() if self.file.kind == "jsonl" else self._groups()
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
@@ -69,7 +70,7 @@ class RowReader(Reader):
 
 
 def place(file: Input, line: int) -> str:
-    """Where a row stands, for people."""
+    """The location of a row, for messages."""
     return f"{file.path}: row {line}" if file.kind == "parquet" else f"{file.path}:{line}"
 
 

@@ -1,9 +1,9 @@
-"""Rows of data sets as people publish them, to what is learned from them: one dialog, or two to choose between.
+"""Reads rows of published data sets as training examples: one dialog, or a pair to choose between.
 
-Understood are `messages` (OpenAI), `conversations` (ShareGPT), `instruction`, `input` and `output` (Alpaca), `prompt` and
+It understands `messages` (OpenAI), `conversations` (ShareGPT), `instruction`, `input` and `output` (Alpaca), `prompt` and
 `completion`, `chosen` and `rejected` with or without a `prompt` and a `margin`, `prompt`, `completion` and `label`, and a `prompt`
-with whatever a reward needs. The fields say which; as in TRL, texts that are not messages are continued as they stand, without a
-template.
+with any fields that a reward needs. A row's fields decide its form. As in TRL, texts that are not messages are used as plain text,
+without a template.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any, Literal, get_args
 from shardwise.data.chat.messages import ASSISTANT, BadRow, common_prefix, parsed, tidy_messages
 
 Form = Literal["chat", "pairs", "labels", "prompts"]
-"""What a row is: a dialog to learn; a better and a worse one; one with a verdict; or a prompt to answer."""
+"""What a row is: a dialog to learn; a better and a worse dialog; a dialog with a label; or a prompt to answer."""
 FORMS: tuple[Form, ...] = get_args(Form)
 KINDS: dict[Form, str] = {"chat": "chat", "pairs": "preference", "labels": "preference", "prompts": "prompts"}
-"""What a data set of such rows is called in its index."""
+"""The `kind` of a data set of such rows in its index."""
 
 
 @dataclass(frozen=True)
 class Dialog:
-    """Something to learn. Messages, of which those from `first` on may be learned; or, without messages, a prompt and a completion
-    as plain text."""
+    """A dialog to learn: messages, of which those from index `first` on may be learned; or, without messages, a prompt and a
+    completion as plain text."""
 
     messages: tuple[dict[str, Any], ...] = ()
     first: int = 0
@@ -37,16 +37,16 @@ class Dialog:
 
 @dataclass(frozen=True)
 class Example:
-    """A row that was understood: its dialogs, one or a pair, the better first; and whether each is wanted."""
+    """A parsed row: its dialogs, one or a pair with the better first, and whether each is wanted."""
 
     dialogs: tuple[Dialog, ...]
     labels: tuple[bool, ...] = (True,)
     margin: float | None = None
-    """Of a pair, by how much the better one is better, where the row says it."""
+    """For a pair, by how much the better dialog is better, if the row says so."""
 
 
 def form_of(row: Mapping[str, Any]) -> Form:
-    """What a row is, by its fields."""
+    """The form of a row, from its fields."""
     there = {name for name, value in row.items() if value is not None}
     if {"chosen", "rejected"} <= there:
         return "pairs"
@@ -65,7 +65,7 @@ def form_of(row: Mapping[str, Any]) -> Form:
 
 
 def read_row(row: Any, form: Form) -> Example:
-    """What there is to learn from a row of that form."""
+    """The training example in a row of that form."""
     if not isinstance(row, Mapping):
         raise BadRow("is not a JSON object with fields")
     if form == "pairs":
@@ -95,7 +95,7 @@ def _dialog(row: Mapping[str, Any]) -> Dialog:
 
 
 def _joined(prompt: Any, completion: Any, name: str, row: Mapping[str, Any]) -> Dialog:
-    """A prompt and what follows it, each a text or messages."""
+    """A prompt and its completion, each a text or messages."""
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise BadRow(f'"{name}" is empty')
@@ -157,7 +157,7 @@ def _pair(row: Mapping[str, Any]) -> Example:
         [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else tidy_messages(answer, name)
         for name, answer in zip(("chosen", "rejected"), both, strict=True)
     )
-    # Messages that do not begin with the assistant are the whole conversation, and the prompt is said twice.
+    # Messages that do not begin with the assistant are the whole conversation, and already contain the prompt.
     if prompt is not None and better[0]["role"] == worse[0]["role"] == ASSISTANT:
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else tidy_messages(prompt, "prompt")
         better, worse = asked + better, asked + worse
@@ -176,7 +176,7 @@ def _margin(value: Any) -> float | None:
 
 
 def _shared_text(one: str, other: str) -> str:
-    """What two texts begin with alike, without a piece of a word."""
+    """The common prefix of two texts, cut at a word boundary."""
     shared = common_prefix(one, other)
     return shared[: max(shared.rfind(" "), shared.rfind("\n") + 1, 0)]
 

@@ -1,10 +1,10 @@
-"""The text of a dialog, and which of its characters the assistant says.
+"""The text of a dialog, and the spans of it that are the assistant's.
 
-A template with `{% generation %}` blocks says it itself. For any other, an answer is what the template adds to the prompt that asks
-for it: the conversation is rendered up to each answer, as a prompt, and again with the answer, and both must be beginnings of the
-whole text. So the mark begins where generation would, and it ends with the token that ends the turn; white space after that token
-is the template's. Some templates close a text with one token more, which is not there when the conversation goes on: it is not
-learned, unless the turn has no end of its own.
+A template with `{% generation %}` blocks marks them itself. For any other template, an answer is the text that the template adds
+to the prompt: the conversation is rendered up to each answer, as a prompt, and again with the answer, and both must be prefixes of
+the whole text. So a span begins where generation would, and ends with the token that ends the turn; white space after that token
+belongs to the template. Some templates close a text with one more token, which is absent when the conversation goes on: it is not
+learned, unless the turn has no end token of its own.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Learn = Literal["all", "last"]
 
 
 class Renderer:
-    """A template at work on dialogs; `ends` are the names of tokens that may end a turn."""
+    """Renders dialogs with a template; `ends` are the names of tokens that may end a turn."""
 
     def __init__(self, template: ChatTemplate, ends: Sequence[str], learn: Learn = "all") -> None:
         self.template, self.ends, self.learn = template, tuple(ends), learn
 
     def prompt(self, dialog: Dialog) -> str:
-        """The text to be answered."""
+        """The text of a dialog up to the answer."""
         return self._render(dialog.messages, dialog.tools, True) if dialog.messages else dialog.prompt
 
     def whole(self, dialog: Dialog) -> tuple[str, list[Span]]:
-        """The text of a dialog and the spans to be learned, which are not empty."""
+        """The text of a dialog and the spans to learn, none of them empty."""
         if not dialog.messages:
             start = len(dialog.prompt)
             return dialog.prompt + dialog.completion, [(start, start + len(dialog.completion))]
@@ -66,7 +66,7 @@ class Renderer:
         return text, [(start, stop) for start, stop in blocks if start < stop]
 
     def _answer(self, dialog: Dialog, number: int, text: str) -> Span:
-        """Where one answer stands in the text of the whole dialog."""
+        """The span of one answer in the text of the whole dialog."""
         messages, tools = dialog.messages, dialog.tools
         before = self._render(messages[:number], tools, True)
         last = number + 1 == len(messages)
@@ -77,7 +77,7 @@ class Renderer:
                 number, "what the template writes before an answer is not what it asks for it with", before, wrong
             )
         start = len(before)
-        # What follows tells the end of a turn from the end of the text.
+        # The text after the answer shows where the turn ends, as opposed to the whole text.
         longer = self._with_another(messages, tools, text) if last else text
         if longer.startswith(after):
             return start, self._end_of_turn(after, start, len(after))
@@ -92,19 +92,19 @@ class Renderer:
         return start, stop
 
     def _with_another(self, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> str:
-        """The text with one question more; the text itself where the template takes none."""
+        """The text with one more user message; the text itself if the template refuses it."""
         try:
             return self.template.render([*messages, {"role": "user", "content": "?"}], {"tools": tools}, False)
         except UserError:
             return text
 
     def _end_of_turn(self, text: str, start: int, stop: int) -> int:
-        """Without white space after the token that ends a turn."""
+        """The end of a turn, without white space after the token that ends it."""
         said = text[start:stop].rstrip()
         return start + len(said) if said.endswith(self.ends) else stop
 
     def _last_end(self, text: str, start: int, stop: int) -> int:
-        """Where the last token that may end a turn ends, between two places; 0 where there is none."""
+        """The end of the last token between `start` and `stop` that may end a turn; 0 if there is none."""
         found = [(at, at + len(name)) for name in self.ends if (at := text.rfind(name, start, stop)) >= 0]
         return max((stop for _, stop in found), default=0)
 

@@ -1,8 +1,8 @@
-"""Chat templates: a conversation to the text that a model was taught to continue, in Jinja's sandbox.
+"""Chat templates: render a conversation as the text that a model was trained to continue, in Jinja's sandbox.
 
-A template comes with the tokenizer's files and is written by whoever published the model, so it may read what it is given and
-nothing else. The environment is that of `transformers`, since templates are written against it. Without one, lines of "role:
-content" do. Serving renders prompts with it, and building data sets whole conversations.
+A template comes with the tokenizer's files and is written by whoever published the model, so it may read its arguments and nothing
+else. The environment matches that of `transformers`, since templates are written for it. Without a template, each message is a
+line of "role: content". Serving renders prompts; building data sets renders whole conversations.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ PLAIN = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""For models that were taught no conversation."""
+"""For models that were not trained on conversations."""
 Message = Mapping[str, Any]
 Span = tuple[int, int]
-"""Where a piece of text begins and ends, in characters."""
+"""The start and end of a piece of text, in characters."""
 
 _BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_START, _STOP = "\ufdd0", "\ufdd1"  # Unicode keeps these two for a program's own use
+_START, _STOP = "\ufdd0", "\ufdd1"  # Unicode noncharacters, reserved for a program's internal use
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what a model is trained on; for a prompt it is what stands inside."""
+    """`{% generation %}…{% endgeneration %}` marks the text a model is trained on; in a prompt it renders as its content."""
 
     tags = {"generation"}  # noqa: RUF012 (as the base class has it)
 
@@ -49,7 +49,7 @@ class _Generation(Extension):
 
 
 class _Mark:
-    """A character that a template writes where a block begins or ends, and how often it did."""
+    """A character that a template writes where a block begins or ends, and how often it was written."""
 
     def __init__(self, letter: str) -> None:
         self.letter, self.written = letter, 0
@@ -60,7 +60,7 @@ class _Mark:
 
 
 class ChatTemplate:
-    """One template with the special tokens that it may name. `today` fixes what it calls now, so that a data set has one date."""
+    """One template with the special tokens that it may use. `today` fixes its current time, so that a data set has one date."""
 
     def __init__(
         self, source: str, special: Mapping[str, str] | None = None, where: str = "", today: datetime | None = None
@@ -73,7 +73,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: (today or datetime.now()).strftime(form)
         self.source = source
         self.has_blocks = bool(_BLOCK.search(source))
-        """Whether it says itself what a model is trained on."""
+        """Whether the template itself marks the text to train on."""
         self._special = dict(special or {})
         self._made_of = source, self._special, where, today
         try:
@@ -85,8 +85,8 @@ class ChatTemplate:
         return ChatTemplate, self._made_of
 
     def render(self, messages: Sequence[Message], more: Mapping[str, Any] | None = None, prompt: bool = True) -> str:
-        """The text of a conversation; as a `prompt`, up to where the assistant goes on. `more` are a template's own switches.
-        Raises `UserError` where the template refuses the messages or cannot cope with them."""
+        """The text of a conversation; as a `prompt`, it ends where the assistant's answer begins. `more` are further template
+        variables. Raises `UserError` if the template refuses the messages or fails on them."""
         given = {**self._special, "tools": None, "documents": None, "add_generation_prompt": prompt, **(more or {})}
         try:
             return self._template.render(**{**given, "messages": list(messages)})
@@ -99,7 +99,7 @@ class ChatTemplate:
     def render_blocks(
         self, messages: Sequence[Message], more: Mapping[str, Any] | None = None
     ) -> tuple[str, list[Span]]:
-        """The text of a whole conversation, and where its generation blocks stand."""
+        """The text of a whole conversation, and the spans of its generation blocks."""
         start, stop = _Mark(_START), _Mark(_STOP)
         marks = {"generation_start": start, "generation_stop": stop}
         marked = self.render(messages, {**(more or {}), **marks}, prompt=False)
@@ -124,7 +124,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own escapes HTML, which models have not seen.
+    # Jinja's own `tojson` escapes HTML, which models have not seen in training.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -139,7 +139,7 @@ def load_template(
     name: str = "",
     today: datetime | None = None,
 ) -> ChatTemplate:
-    """The template of a checkpoint or tokenizer: the file that was given, or one beside the tokenizer, by `name` where it has
+    """The template of a checkpoint or tokenizer: the given file, or the one beside the tokenizer, by `name` if there are
     several."""
     special = {f"{role}_token": token for role, (token, _) in tokenizer.special_tokens.items()}
     if given is not None:

@@ -1,5 +1,5 @@
-"""Units of work of a set of conversations: rows to text with spans, text to tokens with a mask, in batches. A row that cannot be
-used is written to a list of its own with the reason, and the others go on."""
+"""Units of work for a set of conversations: rows become text with spans, text becomes tokens with a mask, in batches. A row that
+cannot be used is written to a separate list with the reason, and the build goes on with the others."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _BATCH = 2**19
 
 @dataclass(frozen=True)
 class ChatJob(Job):
-    """What all units share: besides inputs and tokenizer, what a row is and how it is rendered."""
+    """What all units share: besides inputs and tokenizer, the form of rows and the renderer."""
 
     form: Form
     renderer: Renderer
     max_tokens: int = 0
-    """Where longer documents are cut off; 0: nowhere."""
+    """Documents are cut off after this many tokens, longer prompts left out; 0: no limit."""
 
     @property
     def kind(self) -> str:
         return KINDS[self.form]
 
     def settings(self) -> dict[str, Any]:
-        """What else decides the result of a build."""
+        """Further settings that determine the result of a build."""
         found = {"form": self.form, "template": self.renderer.template.source}
         return found | {"learn": self.renderer.learn, "max_tokens": self.max_tokens}
 
@@ -95,11 +95,11 @@ class _Text:
     text: str
     spans: list[Span]
     plain: bool
-    """Not written by a template, which would have put special tokens where they belong."""
+    """Not rendered by a template, which would have put in the special tokens."""
 
 
 class _Batches:
-    """Collects rows, tokenises them in batches and writes what becomes of them."""
+    """Collects rows, tokenises them in batches and writes the results."""
 
     def __init__(self, job: ChatJob, out: Mapping[str, IO[bytes]], report: Report) -> None:
         self.job, self.out, self.report = job, out, report
@@ -167,7 +167,8 @@ class _Batches:
     def _finished(
         self, text: _Text, encoded: tuple[NDArray[Any], NDArray[np.uint8]]
     ) -> tuple[NDArray[Any], NDArray[np.uint8]]:
-        """With the tokens that stand before plain texts, and one that ends an answer without an end of its own."""
+        """Put the tokenizer's prefix before plain texts, and the end token after an answer that does not end with a special
+        token."""
         tokenizer = self.job.tokenizer
         ids, mask = encoded[0].astype(self.dtype), encoded[1]
         if text.plain and tokenizer.prefix:
@@ -177,7 +178,7 @@ class _Batches:
         if ends_here and len(ids) and ids[-1] not in self.special:
             ids = np.append(ids, np.array(tokenizer.end, self.dtype))
             mask = np.append(mask, np.uint8(1))
-        mask[:1] = 0  # nothing stands before it that could predict it
+        mask[:1] = 0  # no token before it could predict it
         return ids, mask
 
     def _write(self, row: Row, example: Example, found: list[tuple[NDArray[Any], NDArray[np.uint8]]]) -> None:

@@ -1,5 +1,6 @@
-"""From raw files to a corpus to train on: read, extracted, filtered, deduplicated, mixed; with the fate of every document.
+"""From raw files to a training corpus: read, extract, filter, deduplicate and mix, with a record of every document's fate.
 
-A document has a name, its file and place there. Steps are functions of one document, or comparisons by keys. Tasks are pure
-functions of files, so neither who does them nor how often changes a byte, and no task's memory grows with the corpus.
+A document is named by its file and its position there. A step is a function of one document, or a comparison of documents by keys.
+Tasks are pure functions of files, so the output is the same bytes whichever worker runs a task and however often, and no task's
+memory grows with the corpus.
 """

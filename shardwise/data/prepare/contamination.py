@@ -1,8 +1,8 @@
-"""Documents that hold a test set go (Brown et al. 2020, "GPT-3", appendix C): those that share a run of words with a text of
-it.
+"""Removes documents that contain test data (Brown et al. 2020, "GPT-3", appendix C): those that share a run of words with a text
+of a test set.
 
-Words are compared without case, punctuation and accents, as MinHash compares them. A text of a test that is shorter than a
-run counts as a whole, if it has at least `least` words; shorter ones would be found anywhere.
+Words are compared without case, punctuation and accents, as in MinHash. A test text shorter than a run is compared as a whole if
+it has at least `least` words; shorter texts would match anywhere.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from shardwise.run.problems import Problem, UserError
 def decontaminate(
     *, paths: Sequence[str], fields: Sequence[str] = (), words: int = 13, least: int = 8
 ) -> Callable[[Document], str]:
-    """Remove documents that share `words` words in a row with a text of `paths`: JSONL, of whose rows the `fields` are read,
-    or all that are texts, or files of which each line is a text. Words are split simply, whatever the recipe's `words`."""
+    """Remove documents that share `words` words in a row with a text of `paths`. In JSONL the texts are the `fields` of each row
+    (by default all that are strings); in other files each line is a text. Words are split by the "simple" rule, whatever the
+    recipe's `words`."""
     if not 1 <= least <= words:
         raise UserError(Problem(f"{least} must be between 1 and words ({words})", "steps.decontaminate.least"))
     vocabulary = Vocabulary(simple_words)

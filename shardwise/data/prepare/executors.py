@@ -1,5 +1,5 @@
-"""Who does the tasks of a stage: processes of this machine, or Ray's workers. Both may do a task twice and lose workers; the
-result is the same, because a task's folder appears whole or not at all."""
+"""Run the tasks of a stage in processes of this machine or in Ray workers. Both may run a task twice and lose workers; the result
+is the same, because a task's folder appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOST = 3
 
 
 def attempt(folder: str, work: str, digest: str, stage: str, number: int) -> list[Problem]:
-    """Do a task; what is wrong is returned, since an exception loses its parts on the way to another process."""
+    """Run a task and return its problems: pickling an exception to another process would lose its attributes."""
     try:
         perform(Path(folder), Path(work), digest, stage, number)
     except UserError as e:
@@ -41,7 +41,7 @@ def attempt(folder: str, work: str, digest: str, stage: str, number: int) -> lis
 
 @dataclass(frozen=True)
 class Job:
-    """What tasks belong to: the folder of the plan, that of the work, and the recipe's digest."""
+    """What all tasks share: the folder of the plan, the work folder, and the recipe's digest."""
 
     folder: str
     work: str
@@ -49,14 +49,14 @@ class Job:
 
 
 class Local:
-    """Processes of this machine, which stay from stage to stage."""
+    """Processes of this machine, which are kept from stage to stage."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._pool: ProcessPoolExecutor | None = None
 
     def run(self, job: Job, stage: str, todo: Sequence[int], done: Done) -> None:
-        """Do the tasks; `done` is told of each. Workers that die are replaced, and what they did is done again."""
+        """Run the tasks and call `done` for each. Workers that die are replaced, and their tasks run again."""
         if self._workers <= 1:
             for number in todo:
                 _raise(attempt(job.folder, job.work, job.digest, stage, number))
@@ -119,8 +119,8 @@ def _begin() -> None:
 
 
 class Ray:
-    """Ray's workers: of the cluster that RAY_ADDRESS names, else of this machine. A worker that dies is replaced and its task
-    done again. All machines must see the folder."""
+    """Ray workers of the cluster that RAY_ADDRESS names, else of this machine. A worker that dies is replaced and its task runs
+    again. All machines must see the folder."""
 
     def __init__(self, workers: int) -> None:
         try:
@@ -135,7 +135,7 @@ class Ray:
         self._attempt = ray.remote(num_cpus=1, max_retries=-1)(attempt)
 
     def run(self, job: Job, stage: str, todo: Sequence[int], done: Done) -> None:
-        """Do the tasks; `done` is told of each."""
+        """Run the tasks and call `done` for each."""
         waiting = iter(todo)
         running: dict[Any, int] = {}
         problems: list[Problem] = []

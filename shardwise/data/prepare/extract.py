@@ -1,4 +1,4 @@
-"""From pages to text, and which language a text is in. Both by libraries of the extra `prepare`."""
+"""Extract text from pages, and identify its language. Both use libraries of the extra `prepare`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from shardwise.run.problems import Problem, UserError, install
 
 
 def html(*, precision: bool = True) -> Callable[[Document], str]:
-    """The main text of an HTML page, by trafilatura (Barbaresi 2021). Documents that are no pages, such as rows of JSONL, are
-    read as HTML too; records of WET files and texts are left as they are. `precision` prefers losing text to keeping
-    menus."""
+    """Extract the main text of an HTML page, by trafilatura (Barbaresi 2021). Documents that are not known to be pages, such as
+    rows of JSONL, are read as HTML too; records of WET files and texts are left as they are. `precision` prefers losing text to
+    keeping menus."""
     try:
         from trafilatura import extract
     except ModuleNotFoundError:
@@ -36,8 +36,8 @@ def html(*, precision: bool = True) -> Callable[[Document], str]:
 
 
 def language(*, keep: Sequence[str], least: float = 0.65) -> Callable[[Document], str]:
-    """Keep texts of some languages (ISO 639-1), by py3langid, whose probability must be at least `least`. The first 20,000
-    characters decide."""
+    """Keep texts in the languages `keep` (ISO 639-1), by py3langid, whose probability must be at least `least`. Only the first
+    20,000 characters are used."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ModuleNotFoundError:

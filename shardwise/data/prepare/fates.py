@@ -1,5 +1,5 @@
-"""The fate of every document: a column a fact, a row a document in the order of the corpus. Asked by name, by step or by
-reason."""
+"""The fate of every document, stored as columns with one row per document in the order of the corpus. Rows are found by name, by
+step or by reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardwise.run.problems import Problem, UserError
 
 REASONS = "reasons.json"
 STAYS = 254
-"""The step of a document that stays."""
+"""The `step` value of a kept document."""
 COLUMNS = {
     "file": "<u4",
     "place": "<u8",
@@ -43,7 +43,7 @@ COLUMNS = {
 
 
 def write_fates(plan: Plan, work: Path, folder: Path) -> None:
-    """Bring together what the tasks wrote down, unit by unit."""
+    """Combine the records of the tasks, unit by unit."""
     if folder.exists():
         return
     draft = folder.with_name(f"{folder.name}.tmp")
@@ -92,17 +92,17 @@ def _write_unit(
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of a document."""
+    """The fate of one document."""
 
     id: str
     kept: bool
     step: str
-    """The step that removed it, "" if it stays; "read" if it could not be read."""
+    """The step that removed it; "" if it is kept, "read" if it could not be read."""
     reason: str
     other: str
     """The document that it repeats."""
     changed: tuple[str, ...]
-    """Steps that changed a document that stays."""
+    """The steps that changed a kept document."""
     characters: int
 
 
@@ -137,11 +137,11 @@ class Fates:
         return Fate(self.name(row), kept, step, self._reasons[at["reason"]], other, changed, at["size"])
 
     def name(self, row: int) -> str:
-        """What a document is called."""
+        """The name of a document."""
         return f"{self.names[int(self._columns['file'][row])]}:{int(self._columns['place'][row])}"
 
     def find(self, name: str) -> list[int]:
-        """The rows of a document `FILE:PLACE`, or of all of a file."""
+        """The rows of a document `FILE:PLACE`, or of all documents of a file."""
         file, colon, place = name.rpartition(":")
         if not colon or not place.isdigit():
             file, place = name, ""
@@ -157,7 +157,7 @@ class Fates:
         return found
 
     def where(self, step: str = "", reason: str = "") -> Iterator[int]:
-        """Rows that ended at a step ("kept" for those that stay) for a reason that contains some words."""
+        """Rows removed at `step` ("kept": rows that were kept), with a reason that contains the text `reason`."""
         kinds = [each.kind for each in self._plan.recipe.steps]
         known = ["kept", "read", *kinds]
         if step and step not in known:

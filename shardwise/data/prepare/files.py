@@ -1,4 +1,4 @@
-"""The files of a recipe's sources, and how they are divided into units of work, by the files alone."""
+"""The files of a recipe's sources, and their division into units of work, which depends on the files alone."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ KINDS = {"text": TEXT, "jsonl": JSONL, "parquet": PARQUET, "warc": WARC}
 
 @dataclass(frozen=True)
 class File(Input):
-    """One file. `zipped`: it is read as a whole, because it is compressed, or one text, or a web archive."""
+    """One file. `zipped`: it cannot be split, because it is compressed, or one text, or a web archive."""
 
     source: int = 0
     compression: str = ""
 
 
 def kind_of(name: str) -> tuple[str, str] | None:
-    """The kind and the compression of a file by its name."""
+    """The kind and the compression of a file, from its name."""
     suffixes = [suffix.lower() for suffix in Path(name).suffixes[-2:]]
     compression = COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
     inner = suffixes[-2:-1] if compression else suffixes[-1:]
@@ -37,7 +37,7 @@ def kind_of(name: str) -> tuple[str, str] | None:
 
 
 def find_files(recipe: Recipe) -> list[File]:
-    """All files, in the order of the recipe, those of a folder or a pattern sorted."""
+    """All files, in the order of the recipe; files of a folder or a pattern are sorted."""
     problems: list[Problem] = []
     found: dict[str, File] = {}
     for number, source in enumerate(recipe.sources):
@@ -117,5 +117,5 @@ def units_of(files: Sequence[File]) -> list[Unit]:
 
 
 def text_bytes(files: Sequence[File]) -> int:
-    """About the bytes of text behind the files: what is compressed is five times as large."""
+    """An estimate of the bytes of text in the files: compressed files and Parquet count five times their size."""
     return sum(file.bytes * (5 if file.compression or file.kind == "parquet" else 1) for file in files)

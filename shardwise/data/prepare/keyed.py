@@ -1,5 +1,5 @@
-"""Steps that compare documents with each other. Each gives keys of a document, finds what repeats among the keys of a
-partition, and says what becomes of a document then."""
+"""Steps that compare documents with each other. Each computes the keys of a document, finds repeats among the keys of a partition,
+and decides what happens to a document that repeats another."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from shardwise.data.prepare.words import Document, runs
 from shardwise.run.problems import Problem, UserError
 
 PARTITION = 2**27
-"""Bytes of keys that one partition should have."""
+"""The target size of one partition, in bytes of keys."""
 SMALL_DOCUMENT = 500
-"""Bytes of a document, for how many keys to expect; a corpus of smaller ones gets larger partitions."""
+"""Assumed bytes per document, for the expected number of keys; a corpus of smaller documents gets larger partitions."""
 
 
 BYTES_A_WORD = 4
@@ -28,27 +28,27 @@ _WORD = re.compile(r"\S+")
 
 
 class Shuffle(Protocol):
-    """A comparison."""
+    """A comparison of documents by keys."""
 
     dtype: np.dtype[Any]
-    """Of a key; its field `id` is filled in by who knows it."""
+    """The dtype of a key; the caller fills in its field `id`."""
     joined: bool
-    """Whether matches are pairs, of which clusters are made."""
+    """Whether matches are pairs, which `join` makes into clusters."""
 
     def partitions(self, size: int) -> int:
-        """Into how many parts keys are divided, by the bytes of the corpus alone."""
+        """The number of partitions of the keys, from the bytes of the corpus alone."""
 
     def keys(self, document: Document, partitions: int) -> tuple[NDArray[np.int64], Records]:
-        """The partition and the key of everything to compare."""
+        """The partitions and the keys of everything to compare in a document."""
 
     def match(self, records: Records) -> Records:
-        """What repeats in a partition, ordered by document; pairs in the order in which they are to be joined."""
+        """The repeats in a partition, ordered by document; pairs in the order in which they are to be joined."""
 
     def join(self, pairs: Sequence[Records]) -> Records:
-        """Of pairs, what becomes of each document."""
+        """The verdicts on documents, from all pairs."""
 
     def apply(self, text: str, found: Records) -> tuple[str, str]:
-        """Why a document that repeats something goes, or "" and what is left of its text."""
+        """For a document with repeats: the reason for removing it, or "" and the rest of its text."""
 
 
 def _verdicts(ids: NDArray[np.uint64], others: NDArray[np.uint64], places: Any = 0) -> Records:
@@ -58,13 +58,14 @@ def _verdicts(ids: NDArray[np.uint64], others: NDArray[np.uint64], places: Any =
 
 
 class Exact:
-    """Documents of the same characters; the first of the corpus stays. Keys are 128 bits, so that no two others meet."""
+    """Documents with the same characters; the first one in the corpus is kept. Keys have 128 bits, so that different documents do
+    not collide."""
 
     dtype = np.dtype([("key", "<u8", (2,)), ("id", "<u8")])
     joined = False
 
     def __init__(self, *, blanks: bool = False) -> None:
-        self._blanks = blanks  # whether documents that differ in blanks alone are different
+        self._blanks = blanks  # whether documents that differ only in blanks count as different
 
     def partitions(self, size: int) -> int:
         return math.ceil(size * self.dtype.itemsize / SMALL_DOCUMENT / PARTITION) or 1
@@ -97,7 +98,7 @@ class Fuzzy:
 
     joined = True
     _TYPICAL: ClassVar[float] = 1 / 300
-    """About where the least hash of a document lies: one over its words."""
+    """The typical minimum hash of a document, as a fraction of the range: one over its number of words."""
 
     def __init__(self, *, words: int = 5, bands: int = 14, rows: int = 8, seed: int = 1, hash: str = "xxhash") -> None:
         self._minhash = MinHash(words, bands, rows, seed, hash)
@@ -113,7 +114,8 @@ class Fuzzy:
             return np.empty(0, np.int64), np.empty(0, self.dtype)
         records = np.zeros(self._bands, self.dtype)
         records["key"] = signature
-        # In the order of the first hash, since pairs are joined in the order of signatures; evenly for documents of usual length.
+        # Partitions are in the order of the first hash, since pairs are joined in the order of signatures. They are of
+        # even size for documents of usual length.
         each = partitions // self._bands
         first = signature[:, 0].astype(np.float64) / 2.0**61
         part = np.minimum((first / (first + self._TYPICAL) * each).astype(np.int64), each - 1)
@@ -141,10 +143,10 @@ class Fuzzy:
 
 
 class Substring:
-    """Text that stands elsewhere too, to the word: runs of `words` words or more, wherever they begin (Lee et al. 2022, whose
-    runs are of 50 tokens). The first in the corpus stays, the others are cut out; a document of which less than `least`
-    characters are left goes. Blanks do not count. Runs are compared by 64 bits. Needs on disk 20 bytes for each word until it
-    is done."""
+    """Text that also occurs elsewhere, word for word: runs of `words` words or more, wherever they begin (Lee et al. 2022, whose
+    runs are of 50 tokens). The first occurrence in the corpus is kept, the others are cut out; a document with fewer than `least`
+    characters left is removed. Blanks are ignored. Runs are compared by 64-bit hashes. Needs 20 bytes of disk per word until it is
+    done."""
 
     dtype = np.dtype([("key", "<u8"), ("id", "<u8"), ("place", "<u4")])
     joined = False

@@ -1,9 +1,9 @@
 """Fuzzy deduplication by MinHash (Broder 1997) with bands (Leskovec et al., "Mining of Massive Datasets", section 3.4).
 
-A document's signature is the least value of each of many hash functions over its runs of words; two documents whose shared
-part of runs is s agree in all hashes of one band with probability s^r. Documents that agree in a band are joined, and of
-every cluster one stays. Hash functions, bands, the order of joining and so the survivors are those of datatrove with the same
-settings. Signatures are made with array operations for a whole document, in blocks that stay in the processor's cache.
+A document's signature is the minimum of each of many hash functions over its runs of words. Two documents whose sets of runs have
+Jaccard similarity s agree in all r hashes of one band with probability s^r. Documents that agree in a band are joined, and one of
+every cluster is kept. Hash functions, bands, the order of joining and so the survivors are those of datatrove with the same
+settings. Signatures are computed with array operations for a whole document, in blocks that stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _sha1(text: bytes) -> int:
 
 
 def hash_function(name: str) -> Callable[[bytes], int]:
-    """64 bits of a text: "xxhash" or "sha1"."""
+    """A 64-bit hash function of a text: "xxhash" or "sha1"."""
     if name == "sha1":
         return _sha1
     try:
@@ -39,7 +39,7 @@ def hash_function(name: str) -> Callable[[bytes], int]:
 
 
 class MinHash:
-    """The signatures of one setting."""
+    """Computes signatures with one choice of settings."""
 
     def __init__(self, words: int, bands: int, rows: int, seed: int, hash: str) -> None:
         self.words, self.bands, self.rows = words, bands, rows
@@ -51,7 +51,7 @@ class MinHash:
         self._work = [np.empty((count, _BLOCK), np.uint64) for _ in range(2)]
 
     def signature(self, words: list[bytes]) -> Hashes | None:
-        """[bands, rows] of a document's simplified words; None for one too short to have a run of them."""
+        """The signature [bands, rows] of a document's simplified words; None if it is too short for a run of words."""
         runs = zip(*(islice(words, place, None) for place in range(self.words)), strict=False)
         shingles = np.fromiter(map(self._hash, map(b" ".join, runs)), np.uint64)
         if not len(shingles):
@@ -64,9 +64,9 @@ class MinHash:
         return least.reshape(self.bands, self.rows)
 
     def _least(self, shingles: Hashes) -> Hashes:
-        """The least (a x + b) mod (2^61 - 1) of a block for every hash function. The product wraps at 2^64 before the
-        remainder, as in datatrove; of what is left, 2^61 counts as 1, and the difference of a value below the prime wraps to
-        a large one."""
+        """The minimum of (a x + b) mod (2^61 - 1) over a block, for every hash function. The product wraps at 2^64 before the
+        remainder, as in datatrove. The remainder folds the bits above 2^61, which count as 1 each, onto the low ones and subtracts
+        the prime; for a value below the prime the difference wraps to a large number, and the minimum ignores it."""
         value, rest = (array[:, : len(shingles)] for array in self._work)
         np.multiply(shingles[None, :], self._a, out=value)
         np.add(value, self._b, out=value)
@@ -81,13 +81,14 @@ class MinHash:
 def survivors(
     pairs: NDArray[np.uint64],
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Documents that go, in order, and for each the one of its cluster that stays. Pairs are joined in their order, the smaller
-    cluster to the larger, the later to the earlier where both are as large. Needs some 60 bytes for each duplicate."""
+    """The documents to remove, in order, and for each the kept document of its cluster. Pairs are joined in their order, the
+    smaller cluster into the larger; of equal ones, that of the pair's second document into that of its first. Needs some 60 bytes
+    for each duplicate."""
     if not len(pairs):
         return np.empty(0, np.uint64), np.empty(0, np.uint64)
     documents, numbers = np.unique(pairs, return_inverse=True)
     numbers = numbers.reshape(-1, 2)
-    # A pair that was joined before changes nothing.
+    # A repeated pair changes nothing.
     joined = numbers[:, 0].astype(np.int64) * len(documents) + numbers[:, 1]
     first = np.sort(np.unique(joined, return_index=True)[1])
     parent = list(range(len(documents)))

@@ -1,5 +1,5 @@
-"""`prepare` does a recipe: stage after stage, then the tokenizer, the token sets and the fates. Run again after an
-interruption it goes on where it stopped; what it makes depends on the recipe and the files alone."""
+"""`prepare` runs a recipe: stage after stage, then the tokenizer, the token sets and the fates. Run again after an interruption,
+it resumes where it stopped. Its output depends on the recipe and the files alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage is."""
+    """The progress of a stage."""
 
     stage: str
     done: int
@@ -47,7 +47,7 @@ Report = Callable[[Progress], None]
 
 
 def begin(recipe: Recipe, root: Path, out: Path, restart: bool = False) -> Plan:
-    """Check everything that can be checked before work, and write the plan into the folder."""
+    """Check everything that can be checked before work starts, and write the plan into the folder."""
     problems: list[Problem] = []
     files = []
     try:
@@ -131,7 +131,7 @@ def prepare(
     restart: bool = False,
     progress: Report = lambda progress: None,
 ) -> dict[str, Any]:
-    """Do all of a recipe, and return its statistics. `root` is where the names of files begin; 0 workers: one for each core."""
+    """Run a whole recipe and return its statistics. File names are relative to `root`; 0 workers: one for each core."""
     if workers < 0:
         raise UserError(Problem(f"{workers} must be at least 1, or 0 for one on each core", "--workers"))
     with locked(out):
@@ -148,7 +148,7 @@ def prepare(
 
 
 def run_stage(plan: Plan, stage: Stage, out: Path, executor: Local | Ray, progress: Report) -> None:
-    """Do what is left of a stage. What only the stage before needed is removed."""
+    """Run the remaining tasks of a stage. Files that later stages do not need are removed."""
     work = out / WORK
     todo = missing(work, stage)
     began, count = time.monotonic(), stage.tasks - len(todo)
@@ -176,7 +176,7 @@ def _remove_drafts(folder: Path) -> None:
 
 
 def do_share(out: Path, stage: str, share: int, count: int) -> None:
-    """Do the part of a stage that is one of several workers', for schedulers that start them."""
+    """Run one worker's share of a stage, `share` of `count`, for workers that a scheduler starts."""
     plan = read_plan(out)
     known = {each.name: each for each in plan.stages()}
     if stage not in known:
@@ -186,7 +186,7 @@ def do_share(out: Path, stage: str, share: int, count: int) -> None:
 
 
 def finish(plan: Plan, out: Path, workers: int) -> dict[str, Any]:
-    """What needs all units: texts to their place, tokenizer, token sets, fates, statistics."""
+    """The work that needs all units: move the texts into place, then tokenizer, token sets, fates and statistics."""
     refuse_changed(plan.files)
     try:
         sets = _token_sets(plan, out, workers)
@@ -213,7 +213,7 @@ def _token_sets(plan: Plan, out: Path, workers: int) -> dict[str, Any]:
         if written.exists():
             os.replace(written, target)
         if target.exists() and target.stat().st_size:
-            os.utime(target, ns=(0, 0))  # the plan of a token set has its inputs' dates
+            os.utime(target, ns=(0, 0))  # the plan of a token set contains its inputs' dates
             texts[source].append(target)
         else:
             target.unlink(missing_ok=True)
@@ -228,7 +228,7 @@ def _token_sets(plan: Plan, out: Path, workers: int) -> dict[str, Any]:
     for number, each in enumerate(plan.recipe.sources):
         if texts[number]:
             folder = out / SETS / each.name
-            # Named by their own names, so that the set is the same wherever it is made.
+            # File names without folders, so that the set is the same wherever it is built.
             names = [path.name for path in texts[number]]
             made = build(texts[number], folder, tokenizer=tokenizer, end=choice.end, workers=workers, source=names)
             facts = ("documents", "tokens", "text_bytes", "fingerprint")
@@ -237,7 +237,7 @@ def _token_sets(plan: Plan, out: Path, workers: int) -> dict[str, Any]:
 
 
 def _write_mixture(plan: Plan, out: Path, sets: dict[str, Any]) -> None:
-    """The part of a run that draws from the sets in the recipe's proportions."""
+    """Write the `[data]` section of a run that draws from the sets in the recipe's proportions."""
     drawn = [source for source in plan.recipe.sources if source.name in sets and source.weight]
     names = ", ".join(json.dumps(str(out / SETS / source.name)) for source in drawn)
     weights = ", ".join(str(source.weight) for source in drawn)

@@ -1,5 +1,5 @@
-"""Personal data written over: e-mail addresses and public IP addresses as in FineWeb (Penedo et al. 2024, section 3.7), and
-where asked telephone and card numbers."""
+"""Replaces personal data: e-mail addresses and public IP addresses as in FineWeb (Penedo et al. 2024, section 3.7), and on request
+telephone and card numbers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _PHONE = re.compile(
 _CARD = re.compile(r"(?<!\d)\d(?:[ -]?\d){12,18}(?!\d)")
 
 EMAIL, IP, PHONE, CARD = "email@example.com", "192.0.2.1", "555-0100", "0000000000000000"
-"""What is written instead: names and numbers that are reserved for examples (RFC 2606, RFC 5737)."""
+"""The replacements: names and numbers that are reserved for examples (RFC 2606, RFC 5737)."""
 
 
 def _public(found: re.Match[str]) -> str:
     try:
         return IP if ipaddress.ip_address(found[0]).is_global else found[0]
-    except ValueError:  # a leading zero, which is no address
+    except ValueError:  # a leading zero is not allowed in an address
         return found[0]
 
 
 def _card(found: re.Match[str]) -> str:
-    """Numbers whose check digit is right (Luhn)."""
+    """Replace a number whose check digit is right (Luhn)."""
     digits = [int(letter) for letter in found[0] if letter.isdigit()]
     doubled = [sum(divmod(2 * digit, 10)) for digit in digits[-2::-2]]
     return CARD if (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0 and any(digits) else found[0]
@@ -41,13 +41,13 @@ def _card(found: re.Match[str]) -> str:
 _MASKS: dict[str, Callable[[str], str]] = {
     "email": lambda text: _EMAIL.sub(EMAIL, text) if "@" in text else text,
     "ip": lambda text: _IP.sub(_public, text),
-    "card": lambda text: _CARD.sub(_card, text),  # before telephones, which part of a card looks like
+    "card": lambda text: _CARD.sub(_card, text),  # before telephones: part of a card looks like one
     "phone": lambda text: _PHONE.sub(PHONE, text),
 }
 
 
 def privacy(*, kinds: Sequence[str] = ("email", "ip")) -> Callable[[Document], str]:
-    """Write over personal data of some kinds: "email", "ip" (public addresses), "phone", "card"."""
+    """Replace personal data of some kinds: "email", "ip" (public addresses), "phone", "card"."""
     unknown = [kind for kind in kinds if kind not in _MASKS]
     if unknown:
         raise UserError(Problem(f'"{unknown[0]}" is not known: {", ".join(_MASKS)}', "steps.privacy.kinds"))

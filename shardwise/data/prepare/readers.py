@@ -1,5 +1,5 @@
-"""The documents of a chunk of input, one by one. What cannot be read is a row too, with the reason, so that every place of
-the input has a fate: a line that is no JSON or no UTF-8, one too long to hold, the end of a broken file."""
+"""Reads the documents of a chunk of input, one by one. Unreadable input becomes a row too, with the reason, so that every part of
+the input has a fate: a line that is not JSON or not UTF-8, one too long to hold, the rest of a broken file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _ROWS = 64
 
 @dataclass(slots=True)
 class Row:
-    """A document, or what is wrong with it. `place` is a byte of the (uncompressed) file, or a row of a row group."""
+    """A document, or the reason why it cannot be read. `place` is a byte offset in the uncompressed file, or a row of a row
+    group."""
 
     place: int
     size: int
@@ -82,7 +83,7 @@ def _jsonl(file: File, chunk: Chunk, name: str, longest: int) -> Iterator[Row]:
                 return
             place, at = at, at + len(line)
             if len(line) > longest and not line.endswith(b"\n"):
-                # Not held, only passed over; what follows is another document.
+                # Skip to the line end without holding the line; the next line is another document.
                 while more := source.readline(TEXT_PART):
                     at += len(more)
                     if more.endswith(b"\n"):
@@ -93,7 +94,8 @@ def _jsonl(file: File, chunk: Chunk, name: str, longest: int) -> Iterator[Row]:
 
 
 def _first_line(source: IO[bytes], chunk: Chunk) -> int:
-    """Go to the first line that begins in a chunk and not beyond it, or each chunk of a long line would read it all."""
+    """Seek to the first line that begins in a chunk, but not beyond the chunk: else each chunk of a long line would read all of
+    it."""
     at = chunk.start - 1
     source.seek(at)
     while at < chunk.stop and (block := source.readline(min(TEXT_PART, chunk.stop - at))):
@@ -169,7 +171,7 @@ def _warc(file: File, longest: int) -> Iterator[Row]:
 
 
 def _page(record: Record, longest: int) -> Row | None:
-    """A page or a text of a record; None for what is neither, such as a request or a picture."""
+    """The page or text of a record; None for any other record, such as a request or a picture."""
     place, size = record.place, min(record.size, 2**32 - 1)
     if record.wrong:
         return Row(place, size, wrong=record.wrong if record.wrong != "long" else _too_long(longest))

@@ -1,8 +1,6 @@
-"""A recipe: which files, which steps in which order, which tokenizer. Read from TOML; everything that is wrong is said at
-once.
+"""A recipe: the files, the steps in order, and the tokenizer. It is read from TOML, and all problems are reported at once.
 
-The settings of a step are the keyword arguments of the function that does it, so a name, a default and a type stand in one
-place.
+The settings of a step are the keyword arguments of its function, so a name, a default and a type are written in one place.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ Bad = Literal["skip", "stop"]
 
 @dataclass(frozen=True)
 class Source:
-    """Files that belong together; a token set is made of each source."""
+    """Files that belong together; each source becomes one token set."""
 
     name: str
     paths: tuple[str, ...]
@@ -35,38 +33,38 @@ class Source:
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """Raw bytes, a file, or one that is trained on what is left."""
+    """Raw bytes, a tokenizer file, or a tokenizer trained on the kept documents."""
 
     path: str = "byte"
     train: int = 0
-    """Tokens of a byte-level BPE to train; 0: `path` is used."""
+    """Vocabulary size of a byte-level BPE to train; 0: `path` is used."""
     end: str = ""
     train_bytes: int = 2**30
-    """Text to train on: the first documents of every source in turn."""
+    """Bytes of text to train on: the first documents of every source in turn."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All of it."""
+    """The whole recipe."""
 
     sources: tuple[Source, ...]
     steps: tuple[Step, ...] = ()
     words: str = "simple"
     """How text is split into words: "simple", or "spacy/en"."""
     bad: Bad = "skip"
-    """What becomes of input that cannot be read: skipped and named, or the end of the work."""
+    """How to treat input that cannot be read: skip and record it, or stop."""
     longest: int = 2**26
-    """Bytes of one document; a longer one cannot be read. It bounds the memory of a worker."""
+    """The most bytes of one document; a longer one counts as unreadable. It bounds the memory of a worker."""
     tokenizer: TokenizerChoice = field(default_factory=TokenizerChoice)
 
     def digest(self) -> str:
-        """Changes when anything of the recipe does."""
+        """A hash that changes when anything in the recipe does."""
         said = json.dumps([VERSION, asdict(self)], sort_keys=True)
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
 
 def read_recipe(path: str | Path) -> Recipe:
-    """The recipe of a file; paths in it are relative to it."""
+    """Read a recipe from a file; its paths are relative to that file."""
     try:
         table = tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
     except OSError as e:
@@ -159,7 +157,7 @@ def _step(table: dict[str, Any], number: int, folder: Path, problems: list[Probl
 def _fill(
     kind: Any, table: dict[str, Any], where: str, problems: list[Problem], without: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The fields of a dataclass that a table gives, of the right type."""
+    """The fields of a dataclass that a table sets, with values of the right type."""
     example = kind("", ()) if kind is Source else kind(()) if kind is Recipe else kind()
     fields = {name: getattr(example, name) for name in kind.__dataclass_fields__ if name not in without}
     found = {}

@@ -1,5 +1,5 @@
-"""Keys of documents brought together on disk: every unit writes its keys ordered by partition, and whoever does a partition
-reads its slice of every unit. Neither holds more than a buffer or one partition, however large the corpus."""
+"""Shuffles the keys of documents on disk: every unit writes its keys ordered by partition, and the task of a partition reads its
+slice of every unit. Neither holds more than a buffer or one partition, however large the corpus."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 Records = NDArray[Any]
 ROW_BITS = 32
 VERDICT = np.dtype([("id", "<u8"), ("other", "<u8"), ("place", "<u4")])
-"""What a comparison found of a document: the document it repeats, and where in it, for comparisons of parts."""
+"""A comparison's finding for document `id`: the document it repeats and, for substrings, the position of the repeat."""
 _BUFFER = 2**26
-"""Bytes of keys that are held before they are written."""
+"""Bytes of keys that are buffered before they are written."""
 KEYS, RUNS = "keys.bin", "runs.npy"
 
 
@@ -26,7 +26,7 @@ def pack(unit: int, row: int) -> int:
 
 
 class KeyWriter:
-    """The keys of a unit, as runs that are each ordered by partition."""
+    """Writes the keys of a unit as runs, each ordered by partition."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any], partitions: int) -> None:
         self._folder, self._dtype, self._partitions = folder, dtype, partitions
@@ -36,7 +36,7 @@ class KeyWriter:
         self._runs: list[NDArray[np.int64]] = []
 
     def add(self, partitions: NDArray[np.int64], records: Records) -> None:
-        """Keys of one document, each for a partition."""
+        """Add the keys of one document, each with its partition."""
         self._held.append((partitions, records))
         self._bytes += records.nbytes + partitions.nbytes
         if self._bytes >= _BUFFER:
@@ -55,7 +55,7 @@ class KeyWriter:
         self._file.write(records[order].tobytes())
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the buffered keys and the index of the runs."""
         self._flush()
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -66,7 +66,7 @@ class KeyWriter:
 
 
 def read_partition(folders: Iterable[Path], partition: int, dtype: np.dtype[Any]) -> Records:
-    """The keys of a partition, of all units in order."""
+    """The keys of a partition from all units, in order."""
     found = []
     for folder in folders:
         runs = np.load(folder / RUNS)
@@ -79,7 +79,7 @@ def read_partition(folders: Iterable[Path], partition: int, dtype: np.dtype[Any]
 
 
 def verdicts_of_unit(files: Iterable[Path], unit: int) -> Records:
-    """What was found of the documents of a unit, in their order. Files are ordered by document."""
+    """The verdicts on the documents of a unit, in document order. Each file is sorted by document."""
     found = []
     for path in files:
         if not path.stat().st_size:

@@ -1,5 +1,5 @@
-"""What a task writes: documents between two stages, what ended here and why, examples, counts. A task's folder appears whole
-or not at all, so a task is done when its folder is there; two that do the same task write the same bytes."""
+"""The output of a task: documents for the next stage, removed documents with reasons, examples, counts. A task's folder appears
+complete or not at all, so a task is done when its folder exists; two workers that run the same task write the same bytes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from shardwise.files import sync
 DOCUMENTS, ENDED, ROWS, FINAL, REPORT = "documents.bin", "ended.bin", "rows.bin", "documents.jsonl", "report.json"
 VERDICTS = "verdicts.bin"
 ENDED_ROW = np.dtype([("row", "<u4"), ("step", "u1"), ("reason", "<u2"), ("size", "<u4"), ("other", "<u8")])
-"""A document that went: which, at which step, why, how long its text was, and which other it repeats."""
+"""A removed document: its row, the step and reason, the length of its text, and the document it repeats."""
 READ_ROW = np.dtype([("file", "<u4"), ("place", "<u8"), ("size", "<u4")])
-"""Where a document stands in the input."""
+"""The position of a document in the input."""
 KEPT_ROW = np.dtype([("row", "<u4"), ("changed", "<u4"), ("size", "<u4")])
 KEPT = "kept.bin"
 NO_OTHER = 2**64 - 1
 READ = 255
-"""The step of what could not be read; the others are counted from 0."""
+"""The `step` value of unreadable input; other steps count from 0."""
 _HEAD = struct.Struct("<IIIQ")
 _EXCERPT = 300
 _EXAMPLES = 3
@@ -34,7 +34,7 @@ _EXAMPLES = 3
 
 @contextmanager
 def task_folder(folder: Path) -> Iterator[Path]:
-    """A draft of a task's folder, which takes its name when everything is in it."""
+    """A draft of a task's folder, renamed to its final name when it is complete."""
     draft = folder.with_name(f"{folder.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     draft.mkdir(parents=True)
     try:
@@ -46,14 +46,14 @@ def task_folder(folder: Path) -> Iterator[Path]:
         except OSError:
             if not folder.is_dir():
                 raise
-            shutil.rmtree(draft, ignore_errors=True)  # somebody else did the same task
+            shutil.rmtree(draft, ignore_errors=True)  # another worker did the same task
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
 
 
 class DocumentFile:
-    """Documents on their way to the next stage: row, mask of the steps that changed it, what is known of it, text."""
+    """Writes documents for the next stage: row, bit mask of the steps that changed it, metadata, text."""
 
     def __init__(self, folder: Path) -> None:
         self._file = open(folder / DOCUMENTS, "wb", buffering=2**20)  # noqa: SIM115
@@ -70,7 +70,7 @@ class DocumentFile:
 
 
 def read_documents(folder: Path) -> Iterator[tuple[int, int, dict[str, Any], str]]:
-    """What a `DocumentFile` holds."""
+    """Read the documents that a `DocumentFile` wrote."""
     with open(folder / DOCUMENTS, "rb", buffering=2**20) as file:
         while head := file.read(_HEAD.size):
             row, changed, known, size = _HEAD.unpack(head)
@@ -79,7 +79,7 @@ def read_documents(folder: Path) -> Iterator[tuple[int, int, dict[str, Any], str
 
 
 class Log:
-    """What happened to the documents of a task."""
+    """Records what happened to the documents of a task."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         self._folder = folder
@@ -87,8 +87,8 @@ class Log:
         self._reasons: dict[str, int] = {}
         self._examples: dict[str, list[dict[str, Any]]] = {}
         self._count: dict[str, list[int]] = {}
-        self._seen = {step: [0, 0] for step in range(steps)}  # documents and characters that came to a step
-        self._changed = {step: [0, 0] for step in range(steps)}  # documents it changed, characters it took
+        self._seen = {step: [0, 0] for step in range(steps)}  # documents and characters that reached a step
+        self._changed = {step: [0, 0] for step in range(steps)}  # documents it changed, characters it removed
 
     def came(self, step: int, size: int) -> None:
         self._seen[step][0] += 1

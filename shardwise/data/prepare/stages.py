@@ -1,7 +1,7 @@
-"""The stages of a recipe and their tasks. Steps of one document are done together, unit by unit; a comparison of documents
-ends a stage: units write keys, partitions find what repeats, and the next stage takes it from there.
+"""The stages of a recipe and their tasks. Consecutive per-document steps run together, unit by unit. A comparison of documents
+ends a stage: units write keys, partitions find the repeats, and the next stage applies them.
 
-A task is a pure function of the files of the stages before it. Who does it, in which order and how often makes no difference.
+A task is a pure function of the files of earlier stages. The worker that runs it, the order and repeated runs make no difference.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PLAN = "plan.json"
 
 @dataclass(frozen=True)
 class Stage:
-    """Tasks that may be done side by side."""
+    """Tasks that may run in parallel."""
 
     name: str
     kind: str  # "map", "match" or "join"
@@ -52,7 +52,7 @@ class Stage:
 
 
 class Plan:
-    """A recipe with its files: what there is to do."""
+    """A recipe with its files, and the work to do."""
 
     def __init__(self, recipe: Recipe, files: list[File], root: str) -> None:
         self.recipe, self.files, self.root = recipe, files, root
@@ -60,7 +60,7 @@ class Plan:
         self.shuffles = [number for number, step in enumerate(recipe.steps) if step.shuffles]
 
     def to_json(self) -> str:
-        """All of it, for a file."""
+        """The whole plan as JSON, for its file."""
         said = dict(
             digest=self.recipe.digest(),
             root=self.root,
@@ -70,7 +70,7 @@ class Plan:
         return json.dumps(said, indent=1, ensure_ascii=False)
 
     def stages(self) -> list[Stage]:
-        """In the order in which they are done, each after the one before it."""
+        """The stages in the order in which they run, one after another."""
         found = [Stage("map-0", "map", 0, len(self.units))]
         for number, step in enumerate(self.shuffles):
             shuffle = shuffle_of(self.recipe.steps[step])
@@ -81,21 +81,21 @@ class Plan:
         return found
 
     def partitions(self, number: int) -> int:
-        """Of the keys of a comparison."""
+        """The number of partitions of a comparison's keys."""
         return shuffle_of(self.recipe.steps[self.shuffles[number]]).partitions(text_bytes(self.files))
 
     def span(self, number: int) -> tuple[int, int]:
-        """The steps of a map stage, without the comparison behind them."""
+        """The range of steps of a map stage, without the comparison after them."""
         start = self.shuffles[number - 1] + 1 if number else 0
         return start, self.shuffles[number] if number < len(self.shuffles) else len(self.recipe.steps)
 
     def name(self, file: int, place: int) -> str:
-        """What a document is called: its file and its place there."""
+        """The name of a document: its file and its position there."""
         return f"{os.path.relpath(self.files[file].path, self.root)}:{place}"
 
 
 def read_plan(folder: Path) -> Plan:
-    """The plan that a folder was begun with."""
+    """The plan stored in a folder."""
     said = json.loads((folder / PLAN).read_text(encoding="utf-8"))
     table = said["recipe"]
     recipe = Recipe(
@@ -111,7 +111,7 @@ def read_plan(folder: Path) -> Plan:
 
 
 def folder_of(work: Path, stage: str, number: int) -> Path:
-    """Where a task puts what it makes."""
+    """The output folder of a task."""
     return work / stage / f"{number:06d}"
 
 
@@ -139,7 +139,7 @@ def _rules(folder: Path, digest: str, number: int) -> tuple[list[Rule], Vocabula
 
 
 def perform(folder: Path, work: Path, digest: str, name: str, number: int) -> None:
-    """Do one task. `digest` tells a plan from an earlier one of the same folder."""
+    """Run one task. `digest` distinguishes the plan from an earlier one in the same folder."""
     plan, stages = _loaded(folder, digest)
     stage, target = stages[name], folder_of(work, name, number)
     if target.is_dir():
@@ -154,7 +154,7 @@ def perform(folder: Path, work: Path, digest: str, name: str, number: int) -> No
 
 
 Item = tuple[int, int, dict[str, Any], str]
-"""Of a document: its row, the steps that changed it, what is known of it, its text."""
+"""A document: its row, a bit mask of the steps that changed it, its metadata, its text."""
 
 
 def _map(
@@ -210,7 +210,7 @@ def _read(plan: Plan, unit: Unit, draft: Path, log: Log) -> Iterator[Item]:
             file = plan.files[chunk.input]
             field = plan.recipe.sources[file.source].field
             for found in read(file, chunk, field, plan.recipe.longest):
-                # Rows of Parquet are counted in their group.
+                # Rows of Parquet are numbered within their row group.
                 place = found.place if file.kind != "parquet" else pack(chunk.start, found.place)
                 rows.write(np.array([(chunk.input, place, min(found.size, 2**32 - 1))], READ_ROW).tobytes())
                 name = _place(plan, chunk, found.place)
@@ -231,7 +231,7 @@ def _place(plan: Plan, chunk: Chunk, place: int) -> str:
 
 
 def _resume(plan: Plan, stage: Stage, work: Path, unit: Unit, log: Log) -> Iterator[Item]:
-    """The documents that the comparison before this stage leaves, changed where it changes them."""
+    """The documents that the comparison before this stage keeps, with its changes to their text."""
     number = plan.shuffles[stage.number - 1]
     shuffle = shuffle_of(plan.recipe.steps[number])
     folder = work / (f"join-{stage.number - 1}" if shuffle.joined else f"match-{stage.number - 1}")

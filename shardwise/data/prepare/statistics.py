@@ -1,4 +1,4 @@
-"""What each step did to a corpus, added up over the tasks."""
+"""The effect of each step on a corpus, summed over the tasks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ _EXAMPLES = 3
 
 
 def gather(plan: Plan, work: Path) -> dict[str, Any]:
-    """For each step the documents and characters that came, those it removed for each reason with examples, and what it
-    changed."""
+    """For each step, its input in documents and characters, the removed ones by reason with examples, and the changed ones."""
     steps = [_empty(step.kind, step.settings) for step in plan.recipe.steps]
     reading = _empty("read", {})
     documents = kept = characters = 0

@@ -1,4 +1,4 @@
-"""The steps that a recipe can name. A rule or a map is a function of one document, which says why the document goes or nothing;
+"""The steps that a recipe can name. A rule or a map is a function of one document, which returns the reason for removing it or "";
 a shuffle compares documents by keys."""
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MAPS: dict[str, Callable[..., Rule]] = {
     "privacy": privacy,
     "decontaminate": decontaminate,
 }
-"""Functions that make a rule, because it needs something loaded first."""
+"""Functions that return a rule, because it has to load something first."""
 SHUFFLES: dict[str, Callable[..., Shuffle]] = {"exact": Exact, "minhash": Fuzzy, "substring": Substring}
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is done to documents, with every setting filled in."""
+    """One step of a recipe, with every setting filled in."""
 
     kind: str
     settings: dict[str, Any]

@@ -17,7 +17,7 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 
 
 def broken() -> tuple[type[Exception], ...]:
-    """What reading a damaged file raises."""
+    """The exceptions that reading a damaged file raises."""
     found: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError)
     try:
         from zstandard import ZstdError
@@ -27,7 +27,7 @@ def broken() -> tuple[type[Exception], ...]:
 
 
 def open_stream(path: str | Path, compression: str) -> IO[bytes]:
-    """The bytes of a file behind its compression, "" for none."""
+    """A stream of a file's decompressed bytes; compression "" is none."""
     if compression == "gzip":
         return gzip.open(path)  # type: ignore[return-value]
     if compression == "bzip2":
@@ -48,7 +48,7 @@ def _zstd(path: str | Path) -> IO[bytes]:
 
 
 class _Frames(io.RawIOBase):
-    """The frames of a zstd file, one after another. The library's own reader takes a file that is cut short for a whole one."""
+    """The frames of a zstd file, one after another. The library's own reader does not notice a truncated file."""
 
     def __init__(self, path: str | Path, library: Any) -> None:
         self._file = open(path, "rb")  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE on what the steps left, by the `tokenizers` library."""
+"""Trains a byte-level BPE on the kept documents, with the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ END = "<|endoftext|>"
 
 
 def train_tokenizer(texts: Sequence[Path], choice: TokenizerChoice, folder: Path) -> None:
-    """Write `tokenizer.json` into a folder, if it is not there. The same texts give the same file."""
+    """Write `tokenizer.json` into a folder, if it is not there. The same texts produce the same file."""
     if (folder / FILE).exists():
         return
     try:
@@ -40,7 +40,7 @@ def train_tokenizer(texts: Sequence[Path], choice: TokenizerChoice, folder: Path
 
 
 def sample(texts: Sequence[Path], most: int) -> Iterator[str]:
-    """Documents from the beginning of every file in turn, up to a number of bytes, so that every source has its share."""
+    """Documents from the beginning of every file in turn, up to `most` bytes, so that every source has its share."""
     share = max(1, most // max(1, len(texts)))
     for path in texts:
         taken = 0

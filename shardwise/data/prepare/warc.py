@@ -1,6 +1,5 @@
-"""Records of web archives (ISO 28500, WARC 1.0 and 1.1), read in one pass: pages of `response` records, texts of `conversion`
-records (WET files). Where a record does not begin as one should, the next that does is searched for, so one broken record
-costs itself alone."""
+"""Reads records of web archives (ISO 28500, WARC 1.0 and 1.1) in one pass: pages of `response` records, texts of `conversion`
+records (WET files). Where no valid record begins, the reader skips to the next one, so one broken record loses only itself."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _CHARSET = re.compile(rb"charset\s*=\s*[\"']?\s*([A-Za-z0-9_.:-]+)", re.IGNORECA
 
 @dataclass(slots=True)
 class Record:
-    """One record. `text` is None where it holds neither a page nor a text."""
+    """One record. `text` is None if it holds neither a page nor a text."""
 
     place: int
     size: int
@@ -29,7 +28,7 @@ class Record:
 
 
 class _Source:
-    """A stream that knows where it is."""
+    """A stream that tracks its position."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self.stream, self.at = stream, 0
@@ -48,7 +47,7 @@ class _Source:
         return b"".join(parts)
 
     def skip(self, size: int) -> int:
-        """Pass over bytes; returns how many were missing."""
+        """Skip bytes; returns how many were missing."""
         while size and (block := self.stream.read(min(size, 2**20))):
             size -= len(block)
             self.at += len(block)
@@ -58,7 +57,7 @@ class _Source:
 def records(stream: IO[bytes], longest: int) -> Iterator[Record]:
     """All records that may hold text, and those that are broken or longer than `longest`."""
     source = _Source(stream)
-    lost = -1  # where a stretch that is no record began
+    lost = -1  # where bytes outside any record began
     while line := source.line():
         if not line.startswith(_START):
             if line.strip() and lost < 0:
@@ -106,7 +105,7 @@ def _record(source: _Source, place: int, fields: dict[str, str], length: int, lo
 
 
 def _http(body: bytes, record: Record, longest: int) -> None:
-    """The page of an HTTP answer, decompressed and with its declared character set."""
+    """Put the page of an HTTP response into `record`, decompressed and with its declared character set."""
     head, _, payload = body.partition(b"\r\n\r\n")
     status, _, rest = head.partition(b"\r\n")
     words = status.split(None, 2)
@@ -136,7 +135,8 @@ def _http(body: bytes, record: Record, longest: int) -> None:
 
 
 def _unchunked(data: bytes) -> bytes:
-    """The body of HTTP chunks; crawlers often keep the header of a body that they joined, which is then returned as it is."""
+    """The body of an HTTP response in chunks. Crawlers often join the chunks but keep the header; such a body is returned as
+    is."""
     parts: list[bytes] = []
     at = 0
     while True:

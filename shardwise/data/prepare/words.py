@@ -1,9 +1,9 @@
-"""Words of documents as numbers: a document is split once, and every filter reads arrays of it instead of strings.
+"""Words of documents as ids: a document is split once, and every filter reads arrays of ids instead of strings.
 
-Text is split at blanks; what one run of letters between blanks becomes is looked up, since most were seen before. So a
-document costs one look-up a word, and what a filter asks of a word (its length, whether it is a symbol) is known for each
-word once. Tables are emptied when they grow, so memory does not grow with the corpus; nothing that is returned depends on
-what they held.
+Text is split at blanks into chunks, and the words of a chunk are looked up, since most chunks were seen before. So a document
+costs one look-up per chunk, and the properties of a word that filters need (its length, whether it is a symbol) are computed once
+per word. Tables are emptied when they grow large, so memory does not grow with the corpus; results never depend on the tables'
+content.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Ids = NDArray[np.int32]
 Hashes = NDArray[np.uint64]
 MOST_WORDS = 2**19
 BASE = np.uint64(0x9E3779B97F4A7C15)
-"""Of the polynomial that hashes a run of letters, modulo 2^64; odd, so that it has an inverse."""
+"""The base of the polynomial that hashes a run of letters, modulo 2^64; odd, so that it has an inverse."""
 INVERSE = np.uint64(pow(int(BASE), -1, 2**64))
 
 CONTROL = "".join(map(chr, (*range(9), *range(11, 32), *range(127, 160))))
 PUNCTUATION = "!/—”:％１〈&(、━\\【#%「」，】；+^]~“《„';’{|∶´[=-`*．（–？！：$～«〉,><》)?）。…@_.\"}►»" + CONTROL
-"""What CCNet (Wenzek et al. 2020) and after it FineWeb count as punctuation besides the ends of sentences."""
-# Unicode's property Sentence_Terminal, as the characters of FineWeb's filter; one a script.
+"""Characters that CCNet (Wenzek et al. 2020) and after it FineWeb count as punctuation besides the ends of sentences."""
+# The characters with Unicode's property Sentence_Terminal, as listed in FineWeb's filter, of all scripts.
 TERMINAL = frozenset(
     "!.?։؝؞؟۔܀܁܂߹࠷࠹࠽࠾।॥၊။።፧፨᙮᜵᜶។៕៖៙៚᠃᠉᥄᥅᪨᪩᪪᪫᭚᭛᭞᭟᭽᭾᰻᰼᱾᱿‼‽⁇⁈⁉⸮⸼⹓⹔。꓿꘎꘏꛳꛷꡶꡷꣎꣏꤯꧈꧉꩝꩞꩟꫰꫱꯫﹒﹖﹗！．？｡"
     "𐩖𐩗𐽕𐽖𐽗𐽘𐽙𐾆𐾇𐾈𐾉𑁇𑁈𑂾𑂿𑃀𑃁𑅁𑅂𑅃𑇅𑇆𑇍𑇞𑇟𑈸𑈹𑈻𑈼𑊩𑑋𑑌𑗂𑗃𑗉𑗊𑗋𑗌𑗍𑗎𑗏𑗐𑗑𑗒𑗓𑗔𑗕𑗖𑗗𑙁𑙂𑜼𑜽𑜾𑥄𑥆𑩂𑩃𑪛𑪜𑱁𑱂𑻷𑻸𑽃𑽄𖩮𖩯𖫵𖬷𖬸𖭄𖺘𛲟𝪈"
@@ -44,17 +44,16 @@ _TO_BLANKS = str.maketrans(PUNCTUATION, " " * len(PUNCTUATION))
 
 
 Split = Callable[[list[str]], list[list[str]]]
-"""The words of each of some chunks of text, which have no blanks in them."""
+"""Splits chunks of text, which contain no blanks, each into its words."""
 
 
 def simple_words(chunks: list[str]) -> list[list[str]]:
-    """Letters and digits together, apostrophes inside of words, every other sign by itself."""
+    """Split into runs of letters and digits, with apostrophes inside words; every other sign is a word by itself."""
     return list(map(_SIMPLE.findall, chunks))
 
 
 def spacy_words(language: str) -> Split:
-    """spaCy's rules for a language. They too work on what stands between blanks, so chunks may be given apart from their
-    text."""
+    """spaCy's rules for a language. They too work on the chunks between blanks, so chunks may be split outside their text."""
     try:
         import spacy
     except ModuleNotFoundError:
@@ -66,7 +65,7 @@ def spacy_words(language: str) -> Split:
 
     def split(chunks: list[str]) -> list[list[str]]:
         found: list[list[str]] = [[]]
-        # spaCy cannot have the name of its attribute as a text.
+        # spaCy fails on a text that is the name of its attribute.
         text = " ".join(chunk.replace("IS_ALPHA", "") or "-" for chunk in chunks)
         with tokenizer.vocab.memory_zone():
             for token in tokenizer(text):
@@ -79,7 +78,7 @@ def spacy_words(language: str) -> Split:
 
 
 def splitter(name: str) -> Split:
-    """The rule behind a recipe's `words`: "simple", or "spacy/en" for the rules of a language."""
+    """The split function for a recipe's `words`: "simple", or "spacy/en" for the rules of a language."""
     kind, _, language = name.partition("/")
     if kind == "simple" and not language:
         return simple_words
@@ -91,7 +90,7 @@ def splitter(name: str) -> Split:
 
 
 class Vocabulary:
-    """All words seen, each with a number and what filters ask of it."""
+    """All words seen, each with an id and the properties that filters need."""
 
     def __init__(self, split: Split) -> None:
         self._split = split
@@ -135,7 +134,7 @@ class Vocabulary:
                 self._simplified[chunk] = tuple(chain.from_iterable(map(self._chunks.__getitem__, part)))
 
     def number(self, word: str) -> int:
-        """The number of a word, a new one if it was not seen."""
+        """The id of a word; a new one if the word was not seen before."""
         found = self._number.get(word)
         if found is not None:
             return found
@@ -159,7 +158,7 @@ class Vocabulary:
         return number
 
     def ids(self, text: str) -> Ids:
-        """The words of a text."""
+        """The ids of the words of a text."""
         chunks = text.split()
         self._learn(chunks)
         return np.fromiter(chain.from_iterable(map(self._chunks.__getitem__, chunks)), np.int32)
@@ -178,7 +177,7 @@ class Vocabulary:
         return self._hash[np.fromiter(self._simplified_ids(text), np.int32)]
 
     def chunk_hashes(self, text: str) -> Hashes:
-        """A hash of everything between blanks, the same in every process."""
+        """A hash of each chunk between blanks, the same in every process."""
         chunks = text.split()
         for chunk in chunks:
             if chunk not in self._of_chunk:
@@ -187,7 +186,7 @@ class Vocabulary:
         return np.fromiter(map(self._of_chunk.__getitem__, chunks), np.uint64, len(chunks))
 
     def sentences(self, line: str) -> int:
-        """How many sentences a line has, by spaCy's `sentencizer`: one begins with the first word after an end of sentence."""
+        """The number of sentences in a line, by spaCy's `sentencizer`: one begins with the first word after an end of sentence."""
         count, after = 1, 0
         chunks = line.split()
         self._learn(chunks)
@@ -200,7 +199,8 @@ class Vocabulary:
         return count
 
     def _sentence_steps(self, chunk: str) -> tuple[int, int, int, int]:
-        """What a chunk does to the count: sentences it begins, and whether an end was seen, not after an end and after one."""
+        """A chunk's effect on the count: the sentences it begins without and with a sentence end before it, then, for the same two
+        cases, whether an end was seen after it."""
         counts, states = [], []
         for after in (False, True):
             count = 0
@@ -216,7 +216,7 @@ class Vocabulary:
         return counts[0], counts[1], states[0], states[1]
 
     def lengths(self, ids: Ids) -> NDArray[np.int64]:
-        """The letters of each word."""
+        """The number of characters of each word."""
         return self._lengths[ids]
 
     def hashes(self, ids: Ids) -> Hashes:
@@ -224,11 +224,11 @@ class Vocabulary:
         return self._hash[ids]
 
     def letters(self, ids: Ids) -> Hashes:
-        """The polynomial of each word's letters, of which that of a run of words is made."""
+        """The polynomial hash of each word's letters, from which the hash of a run of words is computed."""
         return self._letters[ids]
 
     def real(self, ids: Ids) -> NDArray[np.bool_]:
-        """Whether a word is more than punctuation."""
+        """Whether a word has a character other than punctuation."""
         return self._flags[0][ids]
 
     def alphabetic(self, ids: Ids) -> NDArray[np.bool_]:
@@ -236,7 +236,7 @@ class Vocabulary:
         return self._flags[1][ids]
 
 
-# The ends of sentences that spaCy's `sentencizer` knows; not those that FineWeb's filter of lines knows.
+# The sentence ends of spaCy's `sentencizer`; FineWeb's line filter has a different list, `TERMINAL`.
 SENTENCE_ENDS = frozenset(
     "!.?։؟۔܀܁܂߹।॥၊။።፧፨᙮᜵᜶᠃᠉᥄᥅᪨᪩᪪᪫᭚᭛᭞᭟᰻᰼᱾᱿‼‽⁇⁈⁉⸮⸼꓿꘎꘏꛳꛷꡶꡷꣎꣏꤯꧈꧉꩝꩞꩟꫰꫱꯫﹒﹖﹗！．？｡。"
     "𐩖𐩗𑁇𑁈𑂾𑂿𑃀𑃁𑅁𑅂𑅃𑇅𑇆𑇍𑇞𑇟𑈸𑈹𑈻𑈼𑊩𑑋𑑌𑗂𑗃𑗉𑗊𑗋𑗌𑗍𑗎𑗏𑗐𑗑𑗒𑗓𑗔𑗕𑗖𑗗𑙁𑙂𑜼𑜽𑜾𑩂𑩃𑪛𑪜𑱁𑱂𖩮𖩯𖫵𖬷𖬸𖭄𛲟𝪈"
@@ -252,17 +252,17 @@ def _is_punctuation(word: str) -> bool:
 
 
 def runs(words: Hashes, n: int) -> Hashes:
-    """A hash of each run of n words, of the hashes of the words."""
+    """A hash of each run of n words, from the hashes of the words."""
     total = np.zeros(max(0, len(words) - n + 1), np.uint64)
     for place in range(n):
-        # Odd multipliers tell orders apart; the shift lets high bits reach low ones.
+        # Odd multipliers make the hash depend on word order; the shift mixes high bits into low ones.
         part = words[place : len(total) + place] * (BASE + np.uint64(2 * place))
         total = (total ^ (total >> np.uint64(29))) * BASE + part
     return total
 
 
 class Document:
-    """One document on its way through the steps. `text` may be changed by a step; what is known of its words is made anew."""
+    """One document on its way through the steps. A step may change `text`; the cached words are then computed again."""
 
     def __init__(self, text: str, vocabulary: Vocabulary, meta: dict[str, Any] | None = None) -> None:
         self._text = text
@@ -282,19 +282,19 @@ class Document:
 
     @cached_property
     def ids(self) -> Ids:
-        """The number of each word."""
+        """The id of each word."""
         return self.vocabulary.ids(self._text)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """The letters of each word."""
+        """The number of characters of each word."""
         return self.vocabulary.lengths(self.ids)
 
     @cached_property
     def lines(self) -> list[str]:
-        """Its lines, with none for a line end at its end."""
+        """The lines of the text; a line end at its end adds no empty line."""
         return self._text.splitlines()
 
     def words(self) -> Iterator[str]:
-        """The words themselves."""
+        """The words as strings."""
         return map(self.vocabulary.words.__getitem__, self.ids)

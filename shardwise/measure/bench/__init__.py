@@ -1,1 +1,1 @@
-"""Measures this machine: kernels, collectives, the host, and the steps of serving."""
+"""Benchmarks this machine: kernels, collectives, the host, and the steps of serving."""

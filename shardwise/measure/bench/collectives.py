@@ -1,9 +1,9 @@
 """Benchmarks every collective over message sizes, in the columns and conventions of nccl-tests.
 
-Bytes are those of the whole buffer (the gathered output of an all-gather, the whole input of a reduce-scatter), `count` the
-elements of one rank's share where the buffer is divided. `algbw` is bytes over time; `busbw` what the busiest link carried
-(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), which is comparable between group sizes. In `send`
-every rank sends to the next and receives from the one before, as a pipeline does.
+Bytes are those of the full buffer (the gathered output of an all-gather, the full input of a reduce-scatter); `count` is the
+number of elements of one rank's share if the buffer is divided. `algbw` is bytes over time; `busbw` is what the busiest link
+carried (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), which is comparable between group sizes. In `send`
+every rank sends to the next one and receives from the previous one, as a pipeline does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SAMPLES = 3
 
 
 def bus_factor(operation: str, size: int) -> float:
-    """`busbw` over `algbw` of a group of `size` ranks."""
+    """The ratio of `busbw` to `algbw` for a group of `size` ranks."""
     if operation == "all_reduce":
         return 2 * (size - 1) / size
     return (size - 1) / size if operation in DIVIDED else 1.0
@@ -38,7 +38,8 @@ def bus_factor(operation: str, size: int) -> float:
 def collective(
     operation: str, size: int, bytes: int, device: torch.device, group: Any
 ) -> tuple[Callable[[], object], int]:
-    """One call of a collective over about `bytes`, and its exact bytes: every rank's share has the same number of elements."""
+    """Returns one call of a collective over about `bytes`, and its exact bytes: every rank's share has the same number of
+    elements."""
     shard_numel = max(1, bytes // 4 // size)
     numel = shard_numel * size if operation in DIVIDED else max(1, bytes // 4)
     whole, shard = torch.ones(numel, device=device), torch.ones(shard_numel, device=device)
@@ -64,8 +65,8 @@ def _send_to_next(message: Tensor, size: int, group: Any) -> None:
 def collective_points(
     device: torch.device, seconds: float, quick: bool, progress: Callable[[float], None] = lambda share: None
 ) -> list[Point]:
-    """Every collective over all ranks, then over half of them, and so on down to two. Every rank calls this; all of them get
-    the points."""
+    """Benchmark every collective over all ranks, then over half of them, and so on down to two. Every rank calls this; the ranks of
+    a group get its points."""
     world = dist.get_world_size()
     groups = [world >> halving for halving in range(world.bit_length()) if world >> halving > 1]
     step = 4 if quick else 2
@@ -94,7 +95,7 @@ def _shares_gpu(device: torch.device) -> bool:
 
 
 def _max_over_ranks(value: float, device: torch.device, group: Any = None) -> float:
-    """The maximum over ranks, so that all decide alike."""
+    """The maximum over ranks, so that all make the same decision."""
     shared = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
     return shared.item()
@@ -121,7 +122,7 @@ def _point(operation: str, size: int, bytes: int, device: torch.device, group: A
 
 
 def _timed(call: Callable[[], object], repeats: int, device: torch.device, group: Any) -> float:
-    """Seconds of one call on the slowest rank, over `repeats` back to back."""
+    """Seconds of one call on the slowest rank, averaged over `repeats` calls back to back."""
     dist.barrier(group)
     start = time.perf_counter()
     for _ in range(repeats):

@@ -1,5 +1,5 @@
-"""Measures what a device and its host can do for each other: GB/s between them, from and to pinned memory, and of the host's own
-threads as they update an optimizer's states with the trainer's own code."""
+"""Measures transfers between a device and its host, and the host's own speed: GB/s from and to pinned memory, and GB/s of the
+host's threads while they update optimizer states with the trainer's own code."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from shardwise.run.parameters import Parameter
 from shardwise.train.optimizers.host_adamw import SLICE, HostAdamW, master_of
 
 COPIED = 1 << 28
-"""Bytes of a copy between device and host: enough to be at full speed."""
+"""Bytes of a copy between device and host: enough to reach full speed."""
 WRITTEN = 1 << 29
-"""Bytes of the file that a disk is measured with."""
+"""Bytes of the file used to measure a disk."""
 UPDATED = 1 << 28
-"""Elements of the parameters that are updated: far more than caches hold, and many slices for each thread."""
+"""Elements of the parameters that are updated: far more than caches hold, and many slices per thread."""
 
 
 def with_host(device: torch.device, profile: Profile, seconds: float, quick: bool = False) -> Profile:
-    """The profile with the host's measurements, made in about so many seconds."""
+    """The profile with the host's measurements added, taken in about `seconds`."""
     there, back = copy_gbs(device, seconds / 2) if device.type == "cuda" else (0.0, 0.0)
     updated = UPDATED // (64 if quick or device.type == "cpu" else 1)
     return replace(
@@ -39,7 +39,7 @@ def with_host(device: torch.device, profile: Profile, seconds: float, quick: boo
 
 
 def disk_gbs(folder: Path, size: int) -> float:
-    """GB/s of a folder's disk: a file written through to it, and read again when the system has been told to forget it."""
+    """GB/s of a folder's disk: a file is written through to it, dropped from the page cache, and read back."""
     block = memoryview(bytes(range(256)) * 4096)
     with tempfile.TemporaryFile(dir=folder) as file:
         start = time.perf_counter()
@@ -55,7 +55,7 @@ def disk_gbs(folder: Path, size: int) -> float:
 
 
 def copy_gbs(device: torch.device, seconds: float) -> tuple[float, float]:
-    """GB/s from a GPU to its host and back."""
+    """GB/s from a GPU to its host, and from the host to the GPU."""
     there, here = (
         torch.empty(COPIED, dtype=torch.uint8, device=device),
         torch.empty(COPIED, dtype=torch.uint8, pin_memory=True),
@@ -75,8 +75,8 @@ def copy_gbs(device: torch.device, seconds: float) -> tuple[float, float]:
 
 
 def update_gbs(device: torch.device, numel: int, seconds: float, threads: int = 0) -> float:
-    """GB/s that the host reads and writes while it updates parameters whose 16-bit copies the device holds, as the planner counts
-    their bytes."""
+    """GB/s that the host reads and writes while it updates parameters whose 16-bit copies are on the device; bytes as the planner
+    counts them."""
     rows = max(1, numel // SLICE)
     parameter = nn.Parameter(torch.zeros(rows, SLICE, device=device))
     copy = ComputeCopy(parameter, torch.bfloat16)

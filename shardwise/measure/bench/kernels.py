@@ -1,8 +1,8 @@
 """Benchmarks GEMMs, attention and copies on this device: the points of a hardware profile.
 
-Every point is the median of several timings after a warm-up. On a GPU they are taken between two events, with the L2 cache
-flushed, so that inputs come from memory as they do in a step, and with work queued ahead, so that they do not include the
-launch. On a CPU they are wall-clock times, with as many threads as training, and include the cost of the call.
+Every point is the median of several timings after a warm-up. On a GPU a timing lies between two events. The L2 cache is flushed
+first, so that inputs come from memory as they do in a step, and work is queued ahead, so that the launch is not included. On a CPU
+timings are wall-clock times, with as many threads as training, and include the cost of the call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Work = Callable[[], object]
 
 FP8 = torch.float8_e4m3fn
 SHORTEST = 2e-4
-"""Least seconds of one timing on a CPU: shorter work is repeated, since the clock and the scheduler are not finer."""
+"""Least seconds of one timing on a CPU: shorter work is repeated, since clock and scheduler have no finer resolution."""
 SLOW = 20.0
 """A dtype whose small GEMM is this many times slower than float32's is emulated, and is not measured."""
 
@@ -44,11 +44,11 @@ class Stopwatch:
         self._flush: Tensor | None = None
         if self.device.type == "cuda":
             cache = getattr(torch.cuda.get_device_properties(self.device), "L2_cache_size", 0) or 64 * 2**20
-            # Zeroing it also takes long enough for the host to queue what follows.
+            # Zeroing it also takes long enough for the host to queue the work that follows.
             self._flush = torch.empty(max(4 * cache, 2**28), dtype=torch.int8, device=self.device)
 
     def seconds(self, work: Work, budget: float = 1.0) -> float:
-        """Median seconds of `work`, measured in about `budget` seconds, after a warm-up in any case."""
+        """Median seconds of `work`, measured in about `budget` seconds; there is always a warm-up."""
         return self._on_cuda(work, budget) if self.device.type == "cuda" else self._on_cpu(work, budget)
 
     def _on_cpu(self, work: Work, budget: float) -> float:
@@ -86,14 +86,14 @@ def _wall(work: Work) -> float:
 
 @dataclass
 class TimeBudget:
-    """Seconds that a kind of point may take, divided evenly among the points still to come."""
+    """Seconds for one kind of point, divided evenly among the points still to be measured."""
 
     seconds: float
     progress: Callable[[float], None] = lambda share: None
-    """Called with the share of the points that is done."""
+    """Called with the fraction of points done."""
 
     def each(self, cases: Iterable[Any]) -> Iterator[tuple[Any, float]]:
-        """Every case with the seconds it may take, until the budget is spent."""
+        """Each case with the seconds it may take, until the budget is spent."""
         every = list(cases)
         ends = time.perf_counter() + self.seconds
         for done, case in enumerate(every):
@@ -106,7 +106,7 @@ class TimeBudget:
 
 
 def dtypes_of(device: torch.device) -> list[str]:
-    """The dtypes GEMMs are measured in: those that the device has instructions for, or is not much slower in."""
+    """The dtypes in which GEMMs are measured: those the device has instructions for, or is not much slower in."""
     if device.type == "cuda":
         names = ["float32", "float16"]
         if torch.cuda.is_bf16_supported(including_emulation=False):
@@ -134,8 +134,8 @@ def _gemm(m: int, n: int, k: int, dtype: str, device: torch.device) -> Work:
 
 
 def gemm_shapes(cuda: bool, quick: bool) -> list[tuple[int, int, int]]:
-    """m, n and k: a grid that covers layers, their weight gradients, skinny shapes and few rows; then layers of known models.
-    Sizes are mixed, so that a budget that ends early has covered all kinds."""
+    """m, n and k: a grid that covers layers, their weight gradients, skinny shapes and few rows; then layers of known models. The
+    order mixes sizes, so that a budget that ends early has covered all kinds."""
     sides: tuple[int, ...] = (256, 1024, 4096, 16384) if cuda else (32, 128, 512, 2048)
     if quick:
         sides = sides[:3]
@@ -147,7 +147,7 @@ def gemm_shapes(cuda: bool, quick: bool) -> list[tuple[int, int, int]]:
     grid += [(rows, wide, wide) for rows in few] + [(rows, 4 * wide, wide) for rows in few]
     if quick:
         return grid
-    # GPT-2's layer; Llama 8B's and 70B's: QKV, gate and up, down.
+    # GPT-2's layer on a CPU; Llama 8B's and 70B's on a GPU: QKV, gate and up, down.
     known = (
         [(768, 3072), (3072, 768)]
         if not cuda
@@ -170,7 +170,7 @@ def gemm_points(watch: Stopwatch, budget: TimeBudget, dtypes: Iterable[str], qui
 
 
 def grouped_points(watch: Stopwatch, budget: TimeBudget, dtypes: Iterable[str], quick: bool) -> list[Point]:
-    """Grouped GEMMs of experts with equally many rows, by the model's own code."""
+    """Grouped GEMMs of experts with the same number of rows each, run by the model's own code."""
     from shardwise.model.moe.layer import grouped_linear
 
     cuda = watch.device.type == "cuda"
@@ -191,7 +191,7 @@ def grouped_points(watch: Stopwatch, budget: TimeBudget, dtypes: Iterable[str], 
 
 
 def memory_points(watch: Stopwatch, budget: TimeBudget, quick: bool) -> list[Point]:
-    """An elementwise operation over the bytes it reads and writes."""
+    """An elementwise operation, by the bytes it reads and writes."""
     cuda = watch.device.type == "cuda"
     top = (30 if quick else 32) if cuda else (24 if quick else 28)
     points = []
@@ -205,7 +205,7 @@ def memory_points(watch: Stopwatch, budget: TimeBudget, quick: bool) -> list[Poi
 
 
 def attention_shapes(cuda: bool, quick: bool) -> list[tuple[int, int, int, int]]:
-    """Batch, heads, length and width of a head."""
+    """Batch, heads, sequence length and head width."""
     lengths: tuple[int, ...] = (1024, 4096, 16384) if cuda else (64, 256, 1024)
     if quick:
         lengths = lengths[:2]
@@ -226,7 +226,7 @@ def chosen_backend(q: Tensor) -> SDPBackend:
 
 
 def attention_points(watch: Stopwatch, budget: TimeBudget, dtypes: Iterable[str], quick: bool) -> list[Point]:
-    """Causal attention, forward and backward, with the backend of training; on a GPU also with the other one."""
+    """Causal attention, forward and backward, with the backend that training uses; on a GPU also with the other fused one."""
     cuda = watch.device.type == "cuda"
     half = [d for d in dtypes if d in ("bfloat16", "float16")]
     formats = half if cuda else ["float32", *[d for d in half if d == "bfloat16"]]
@@ -235,7 +235,7 @@ def attention_points(watch: Stopwatch, budget: TimeBudget, dtypes: Iterable[str]
         itertools.product(attention_shapes(cuda, quick), formats)
     ):
         shape = (batch, length, heads, width)
-        # Laid out [batch, sequence, heads, width], as the model has them.
+        # Laid out [batch, sequence, heads, width], as in the model.
         q, k, v = (_random(*shape, dtype=dtype, device=watch.device).transpose(1, 2).requires_grad_() for _ in range(3))
         usual = chosen_backend(q)
         others = [b for b in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) if b != usual] if cuda else []
@@ -252,14 +252,14 @@ def attention_points(watch: Stopwatch, budget: TimeBudget, dtypes: Iterable[str]
 
 
 def kernel_name(backend: SDPBackend) -> Kernel:
-    """The planner's name for a backend: cuDNN counts as "flash3", any other as FlashAttention-2."""
+    """The planner's name for a backend: cuDNN is "flash3", any other is FlashAttention-2."""
     return "flash3" if backend == SDPBackend.CUDNN_ATTENTION else "flash2"
 
 
 def _attention_seconds(
     watch: Stopwatch, q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend, budget: float
 ) -> dict[str, float]:
-    """Seconds by direction; empty where the backend does not support the shape."""
+    """Seconds by direction; empty if the backend does not support the shape."""
     try:
         with sdpa_kernel(backend):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -278,7 +278,7 @@ def _attention_seconds(
 
 
 def kernel_seconds(device: torch.device) -> float:
-    """Seconds of a tiny operation, many back to back: on a GPU, the host's time to launch one."""
+    """Seconds of a tiny operation, many back to back; on a GPU this is the host's time per kernel launch."""
     x = torch.ones(8, device=device)
     if device.type == "cpu":
         return Stopwatch(device).seconds(lambda: torch.neg(x), 0.1)
@@ -294,7 +294,7 @@ def kernel_seconds(device: torch.device) -> float:
 
 
 def machine_name(device: torch.device) -> tuple[str, str]:
-    """The device's own name, and its name in the catalogue of chips, "" where it has none."""
+    """The device's own name, and its name in the chip catalogue, "" if it is not listed."""
     from shardwise.hardware import chip_of_driver_name
 
     if device.type == "cuda":

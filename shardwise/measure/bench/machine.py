@@ -1,9 +1,9 @@
 """Measures this machine into a hardware profile: kernels, copies, the host overhead of a step, and collectives.
 
 The time budget is divided among the kinds of points, so a slow machine measures fewer points and takes no longer. Elementwise
-operations run by the model's own code; their bytes are those that the planner counts. Host overhead is what a step of a tiny
-network takes beyond the kernels that the planner predicts: more microbatches show the cost of a launch, more layers that of a
-layer's optimizer.
+operations run the model's own code; their bytes are as the planner counts them. Host overhead is the time that a step of a tiny
+network takes beyond the kernels that the planner predicts: more microbatches show the cost of a launch, more layers the optimizer's
+cost for a layer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from shardwise.run import Run, run_from_dict
 from shardwise.train.step import TrainState
 
 Progress = Callable[[str, float], None]
-"""Called with what is measured, and the share of it that is done."""
+"""Called with the name of the measurement, and the fraction of it that is done."""
 
 SHARES = {
     "GEMMs": 0.35,
@@ -78,7 +78,7 @@ def measure_kernels(
         attention=tuple(attention_points(watch, budget("attention"), dtypes, quick)),
     )
     progress("host overhead", 0.0)
-    if profile.chip:  # the planner counts a chip's kernels, so it has to know the chip
+    if profile.chip:  # the planner counts a chip's kernels, so the chip must be known
         profile = with_host_overhead(device, profile, SHARES["host overhead"] * seconds)
     progress("host overhead", 1.0)
     return with_host(device, profile, SHARES["host"] * seconds, quick)
@@ -100,7 +100,7 @@ LAYERS, LENGTH, MORE = 2, 16, 3
 
 
 def tiny_run(device: torch.device, chip: str, microbatches: int, layers: int) -> Run:
-    """A run so small that its arithmetic takes next to no time."""
+    """A run so small that its compute takes almost no time."""
     model = dict(layers=layers, hidden=64, heads=2, ffn=128, vocab=128)
     dtype = "float32" if device.type == "cpu" else "bfloat16"
     train = dict(steps=100, seq_len=LENGTH, global_batch=microbatches, microbatch=1, dtype=dtype, device=device.type)
@@ -151,13 +151,13 @@ def with_profile(job: Job, profile: Profile) -> Job:
 
 
 def _predicted(job: Job) -> float:
-    """Seconds of a step without the host."""
+    """Predicted seconds of a step without host overhead."""
     constants = constants_of(job) | {"launch": 0.0, "overhead": 0.0}
     return step_time(prepare(job), constants).seconds
 
 
 def elementwise_run(device: torch.device, tokens: int, hidden: int, vocab: int) -> Run:
-    """A run of one layer of these sizes, in the dtype of training on this device."""
+    """A run with one layer of these sizes, in the dtype of training on this device."""
     model = dict(layers=1, hidden=hidden, heads=hidden // 32, ffn=3 * hidden, vocab=vocab)
     dtype = "float32" if device.type == "cpu" else "bfloat16"
     train = dict(steps=1, seq_len=tokens, global_batch=1, microbatch=1, dtype=dtype, device=device.type)
@@ -165,7 +165,7 @@ def elementwise_run(device: torch.device, tokens: int, hidden: int, vocab: int) 
 
 
 def operations(run: Run, device: torch.device) -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
-    """Operations of the model and their inputs, by the planner's names."""
+    """Operations of the model with their inputs, by the planner's names."""
     m, tokens = run.model, run.train.seq_len
     dtype = getattr(torch, run.train.dtype)
 

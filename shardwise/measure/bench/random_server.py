@@ -1,4 +1,4 @@
-"""A server of random weights in this process, for measuring what HTTP adds: the whole of `shardwise serve` but its files."""
+"""A server with random weights in this process, to measure the time that HTTP adds: all of `shardwise serve` except its files."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from shardwise.serve.engine import Engine
 from shardwise.serve.event_loop import run_in_loop
 
 SECONDS = 60.0
-"""For a server to begin, and to end."""
+"""Seconds allowed for a server to start, and to stop."""
 
 
 class Numbers(ByteTokenizer):
-    """A text for each token of any vocabulary: its number."""
+    """A tokenizer for any vocabulary: the text of a token is its number."""
 
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The numbers, with blanks before them."""
+        """The numbers, each preceded by a blank."""
         return "".join(f" {each}" for each in ids)
 
     def piece(self, token: int, first: bool = False) -> bytes:
-        """The bytes of one."""
+        """The bytes of one token."""
         return b" %d" % token
 
 
 async def serve_engine(engine: Engine, port: int, ready: Callable[[str, Any], None]) -> bool:
-    """Serve at a port of this machine until told to; `ready` gets the address, and what is to be asked to end it."""
+    """Serve at a local port until stopped; `ready` gets the address and the `Stop` object that ends the server."""
     from shardwise.serve.server.address import address_of, open_socket
     from shardwise.serve.server.listen import Stop, serve
     from shardwise.serve.server.model import Model
@@ -50,7 +50,7 @@ async def serve_engine(engine: Engine, port: int, ready: Callable[[str, Any], No
 
 @contextmanager
 def served(engine: Engine) -> Iterator[str]:
-    """The address of a server in a thread, while the block runs."""
+    """The address of a server that runs in a thread while the block runs."""
     listening, found = threading.Event(), list[Any]()
 
     def ready(address: str, stop: Any) -> None:
@@ -70,7 +70,7 @@ def served(engine: Engine) -> Iterator[str]:
 
 
 def arrival_seconds(engine: Engine) -> float:
-    """What a request takes longer over HTTP than from the engine's own process, until its first token."""
+    """Extra time to first token of a request over HTTP, compared with the engine called in its own process."""
     from shardwise.serve.load.client import Address
     from shardwise.serve.load.run import Load, run_load
     from shardwise.serve.load.summary import summary

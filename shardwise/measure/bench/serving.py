@@ -1,10 +1,10 @@
-"""Measures what the steps of the serving engine take on this machine, by its own runner on layers of made-up weights: facts from
-which the planner knows how long the steps of any network take.
+"""Times the steps of the serving engine on this machine, with its own runner on layers of random weights. From these points the
+planner predicts the step time of any network.
 
-A network of a few layers against one of a single layer shows the time of a layer; what is left is the head and the picking. Keys,
-sequences and lengths of prompts are varied one against the other. On a GPU a step is timed on the device alone, behind work that is
-queued before it, and the host by steps of a network so small that the device waits for it. On a CPU there is no such difference,
-and the host's share is what the engine takes beside its runner.
+A network of a few layers against one of a single layer shows the time of a layer; the rest is the head and sampling. Key counts,
+sequence counts and prompt lengths are varied separately. On a GPU a step is timed on the device alone, behind queued work, and the
+host is timed with steps of a network so small that the device waits for the host. On a CPU the two cannot be told apart; the host's
+share is the engine's time outside of its runner.
 """
 
 from __future__ import annotations
@@ -34,51 +34,51 @@ from shardwise.serve.request import Request, Sampling
 from shardwise.serve.runner import Launched, Row, Runner
 
 FEW, SAMPLES, SUSTAINED = 16, 4, 0.5
-"""Keys of a sequence that attention hardly notices; timings of which the least counts; seconds that work is repeated for."""
+"""Keys of a sequence that hardly cost attention time; timings of which the minimum counts; seconds for which work is repeated."""
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured: layers of these sizes with a vocabulary each, and steps of so many sequences, keys and tokens."""
+    """The cases to measure: layer shapes with a vocabulary each, and the sequences, keys and tokens of a step."""
 
     shapes: tuple[tuple[Shape, int], ...]
     layers: int
     sequences: tuple[int, ...]
     keys: tuple[int, ...]
     together: tuple[int, ...]
-    """Tokens of a step of many short prompts."""
+    """Tokens of a step with many short prompts."""
     alone: tuple[int, ...]
-    """Tokens of a step of one prompt."""
+    """Tokens of a step with one prompt."""
     after: tuple[tuple[int, int], ...]
-    """Tokens of one prompt, and how many came before them."""
+    """Tokens of a prompt's chunk, and the number of its tokens already in the KV cache."""
     most_tokens: int
-    """In the pages, of all sequences."""
+    """In the KV cache, over all sequences."""
     page_tokens: int
     short: int
     """Tokens of a short prompt."""
     check: tuple[Shape, int, int]
-    """A network of a shape that is not measured, its layers and vocabulary: a load on it shows how far plans are off."""
+    """A network whose shape is not measured, its layers and vocabulary: a load on it shows the error of plans."""
     check_input: str
     check_output: str
     check_gib: float
     check_requests: int
-    """So many that they take some seconds: a kernel that is loaded late is then no large part of it."""
+    """Enough to take some seconds, so that a kernel that is loaded late does not matter."""
     reduced: tuple[str, ...] = ()
-    """What matrices are packed in besides (`serve.weights`): the first two shapes are measured in each."""
+    """Other formats of the matrices (`serve.weights`): the first two shapes are measured in each."""
     many: int = 256
-    """By which the host is timed: sequences of a step, tokens of two prompts, and how many steps."""
+    """For timing the host: sequences of a step (`many`), tokens of two prompts (`prompts`), and the number of steps (`steps`)."""
     prompts: tuple[int, int] = (512, 2048)
     steps: int = 32
 
 
 GPU = Grid(
-    # As in Llama 3 of 8B, 1B and 70B, and Qwen3 of 0.6B.
+    # Shapes of Llama 3 8B, 1B and 70B, and Qwen3 0.6B.
     (((4096, 14336, 32, 8, 128), 128256), ((2048, 8192, 32, 8, 64), 128256), ((8192, 28672, 64, 8, 128), 128256),
      ((1024, 3072, 16, 8, 128), 32768)),
     4, (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (FEW, 512, 2048, 8192), (128, 512, 2048, 8192),
     (16, 32, 128, 512, 1024, 2048, 4096, 8192), ((512, 2048), (2048, 6144)), 2**20, 64, 64,
-    ((3072, 8192, 24, 8, 128), 28, 128256), "U(50,600)", "U(20,120)", 8.0, 240,  # as Llama 3.2 of 3B
+    ((3072, 8192, 24, 8, 128), 28, 128256), "U(50,600)", "U(20,120)", 8.0, 240,  # the shape of Llama 3.2 3B
     ("fp8", "int4", "int8"),
 )  # fmt: skip
 CPU = Grid(
@@ -89,7 +89,7 @@ CPU = Grid(
 
 
 def serving_run(shape: Shape, layers: int, vocab: int, device: torch.device, **serve: Any) -> Run:
-    """A run of so many layers of this shape, with an engine of these settings."""
+    """A run with `layers` layers of this shape, and these engine settings."""
     model = dict(zip(LAYER, shape, strict=True)) | dict(layers=layers, vocab=vocab, max_positions=8192)
     dtype = "float32" if device.type == "cpu" else "bfloat16"
     train = dict(dtype=dtype, device=device.type, seq_len=128)
@@ -97,7 +97,7 @@ def serving_run(shape: Shape, layers: int, vocab: int, device: torch.device, **s
 
 
 class Steps:
-    """A runner whose steps are timed."""
+    """Times the steps of a runner."""
 
     def __init__(
         self, shape: Shape, layers: int, vocab: int, grid: Grid, device: torch.device, watch: DeviceWatch, weights: str = "auto"
@@ -111,27 +111,27 @@ class Steps:
         self.engine, self.grid, self.watch, self.vocab = engine_of(random_model(run), run), grid, watch, vocab
         self.runner = own_runner(self.engine)
         for pages in self.runner.cache.tensors():
-            pages.normal_()  # numbers that are all zero take less power, and so less time
+            pages.normal_()  # all zeros would draw less power, and so take less time
         generator = torch.Generator().manual_seed(0)
         self.order = (torch.randperm(self.engine.pool.pages - 1, generator=generator) + 1).tolist()
         for slot in range(1, max(grid.sequences) + 1):
             self.runner.sampler.assign(slot, Sampling(0.6), slot, (), ())
 
     def decode(self, sequences: int, keys: int) -> float:
-        """Seconds of a step that gives each of so many sequences a token."""
+        """Seconds of a decode step of `sequences` sequences with `keys` keys each."""
         self._pages(sequences, keys)
         rows = [Row(slot, keys - 1, None, 1, 1) for slot in range(1, sequences + 1)]
         return self._seconds(rows)
 
     def prompts(self, prompts: int, tokens: int, before: int = 0) -> float:
-        """Seconds of a step of prompts."""
+        """Seconds of a prefill step of `prompts` prompts."""
         self._pages(prompts, before + tokens)
-        # Prompts that are all alike would take less power, and so less time.
+        # Identical prompts would draw less power, and so take less time.
         made = torch.randint(self.vocab, (prompts, tokens), generator=torch.Generator().manual_seed(0)).tolist()
         return self._seconds([Row(slot + 1, before, each, tokens, 1) for slot, each in enumerate(made)])
 
     def _pages(self, sequences: int, tokens: int) -> None:
-        """Pages all over memory for as many sequences."""
+        """Assign scattered pages to the sequences."""
         each = -(-tokens // self.grid.page_tokens)
         pages = iter(self.order)
         slots = itertools.product(range(1, sequences + 1), range(each))
@@ -142,16 +142,15 @@ class Steps:
 
 
 class DeviceWatch:
-    """Times work that the host launches. On a GPU without the host: short work is launched while the device is busy with something
-    else; work that keeps the device busy is repeated for a while, since a chip that is warm draws all the power it may and
-    slows."""
+    """Times work that the host launches. On a GPU the host's time is excluded: short work is launched while the device is busy with
+    other work. Work that keeps the device busy is repeated for a while, since a warm chip reaches its power limit and slows."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.plain = device, Stopwatch(device, samples=3)
         self.busy = torch.empty(2**30 if device.type == "cuda" else 1, dtype=torch.int8, device=device)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Seconds of a piece of work, after a warm-up."""
+        """Seconds of `work`, after a warm-up."""
         if self.device.type == "cpu":
             return self.plain.seconds(work, 0.05)
         for _ in range(2):
@@ -165,14 +164,14 @@ class DeviceWatch:
         return self._sustained(work, alone) if alone > 1.5 * host else alone
 
     def _hidden(self, work: Callable[[], object], host: float) -> float:
-        """The least of some timings behind work that takes longer than the host, since what disturbs them only adds."""
+        """The minimum of several timings, since disturbances only add time. Queued work in front takes longer than the host."""
         fill = self._between(lambda: self.busy.zero_())
         repeats = max(1, min(6, int(5e-3 / max(host, 1e-4))))
         ahead = 2 + int(2 * host * repeats / fill)
         return min(self._between(_times(work, repeats), ahead) for _ in range(SAMPLES)) / repeats
 
     def _sustained(self, work: Callable[[], object], once: float) -> float:
-        """The mean of as many as take a while, after as many more."""
+        """The mean of many repeats that together take a while, after the same number as a warm-up."""
         repeats = max(2, int(SUSTAINED / once))
         _times(work, repeats)()
         return self._between(_times(work, repeats)) / repeats
@@ -199,7 +198,7 @@ def _times(work: Callable[[], object], repeats: int) -> Callable[[], None]:
 def shape_points(
     shape: Shape, vocab: int, weights: str, grid: Grid, device: torch.device, watch: DeviceWatch, done: Callable[[float], None]
 ) -> Iterator[tuple[str, Point]]:  # fmt: skip
-    """The points of layers of one shape with their matrices in `weights`, as they are measured."""
+    """The points of layers of one shape with their matrices in format `weights`, yielded as they are measured."""
     one, many = (Steps(shape, layers, vocab, grid, device, watch, weights) for layers in (1, grid.layers))
     whole = "float32" if device.type == "cpu" else "bfloat16"
     named = dict(zip(LAYER, shape, strict=True)) | dict(weights=whole if weights == "auto" else weights)
@@ -225,7 +224,7 @@ def shape_points(
     prompts += [(1, tokens, 0) for tokens in grid.alone] + [(1, *each) for each in grid.after]
     for n, (count, tokens, before) in enumerate(prompts):
         done(0.5 + 0.5 * n / len(prompts))
-        # The last layer computes less, and so does a network of one: the difference is one of whole layers.
+        # The last layer computes less, also in a network of one layer, so the difference consists of full layers.
         alone, together = one.prompts(count, tokens, before), many.prompts(count, tokens, before)
         seconds = max(together - alone, 0.02 * together) / (grid.layers - 1)
         yield "prompt", named | dict(prompts=count, tokens=tokens, keys=before + tokens, seconds=seconds)
@@ -235,13 +234,13 @@ TINY: Shape = (128, 256, 4, 2, 32)
 
 
 class Host:
-    """The host's seconds of a step, by engines of networks so small that nothing else counts."""
+    """The host's seconds per step, from engines with networks so small that only the host's time counts."""
 
     def __init__(self, device: torch.device, grid: Grid) -> None:
         self.device, self.grid = device, grid
 
     def facts(self) -> dict[str, Any]:
-        """By the names of a profile."""
+        """The host's times, by the field names of a profile."""
         many, (few, more) = self.grid.many, self.grid.prompts
         alone, together = self._decoding(1), self._decoding(many)
         sequence = max(together - alone, 0.0) / (many - 1)
@@ -253,7 +252,7 @@ class Host:
         )  # fmt: skip
 
     def _arrival(self) -> float:
-        """What HTTP adds to a request; 0 where the server's packages are not installed."""
+        """Seconds that HTTP adds to a request; 0 if the server's packages are not installed."""
         if not all(map(find_spec, ("starlette", "uvicorn", "jinja2", "httptools"))):
             return 0.0
         from shardwise.measure.bench.random_server import arrival_seconds
@@ -265,7 +264,7 @@ class Host:
         return engine_of(random_model(run), run)
 
     def _decoding(self, sequences: int) -> float:
-        """Of a step in which so many sequences decode."""
+        """Seconds of a step in which `sequences` sequences decode."""
         engine = self._engine(2, max_sequences=sequences)
         engine.warm()
 
@@ -276,7 +275,7 @@ class Host:
         return self._per_step(engine, begin)
 
     def _prompts(self, layers: int, tokens: int) -> float:
-        """Of a step with one prompt, and nothing else."""
+        """Seconds of a step with one prompt only."""
         engine = self._engine(layers, max_sequences=16, max_step_tokens=max(16, tokens))
 
         def begin() -> Iterator[Request]:
@@ -306,7 +305,7 @@ class Host:
 
 
 class TimedRunner:
-    """A runner that knows how long it has computed."""
+    """A runner that adds up its compute time."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self.seconds = runner, 0.0
@@ -315,7 +314,7 @@ class TimedRunner:
         return getattr(self._runner, name)
 
     def launch(self, *arguments: Any) -> Launched:
-        """As the runner does."""
+        """Launch a step, and add its time."""
         start = time.perf_counter()
         launched = self._runner.launch(*arguments)
         self.seconds += time.perf_counter() - start
@@ -325,8 +324,8 @@ class TimedRunner:
 def measure_serving(
     device: torch.device, seconds: float, progress: Progress = lambda what, share: None, grid: Grid | None = None
 ) -> Profile:
-    """A profile of the serving engine's steps on a device. The first shape is measured in any case; the others, and
-    packed matrices, as long as there is time."""
+    """A profile of the serving engine's steps on a device. The first shape is always measured; the other shapes, and packed
+    matrices, as long as there is time."""
     torch.manual_seed(0)
     ends = time.perf_counter() + seconds
     grid, gpu = grid or (CPU if device.type == "cpu" else GPU), device.type == "cuda"
@@ -359,8 +358,8 @@ def measure_serving(
 
 
 def checked(profile: Profile, grid: Grid, device: torch.device) -> Profile:
-    """The profile with how far its speeds are off: a load on a network of another shape, planned by it and measured. The memory of
-    libraries is what an engine that has answered a load takes beside its tensors."""
+    """The profile with its own error: a load on a network of another shape is planned with it and measured. Library memory is what
+    an engine that has served a load takes on the device beside its tensors."""
     shape, layers, vocab = grid.check
     with TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
@@ -370,7 +369,7 @@ def checked(profile: Profile, grid: Grid, device: torch.device) -> Profile:
             memory_gib=grid.check_gib, output_tokens=grid.check_output, page_tokens=grid.page_tokens,
         )  # fmt: skip
         verdict = verify_load(replace(run, cluster=replace(run.cluster, chip=profile.chip, profile=str(path))))
-    judged = ("output tokens/s", "tpot p50")  # the share is one of speeds
+    judged = ("output tokens/s", "tpot p50")  # the error is one of speeds
     error = max(abs(each.relative) for each in verdict.differences if each.name in judged)
     if device.type != "cuda":
         return replace(profile, serve_error=error)

@@ -1,5 +1,6 @@
-"""Times attention over pages in several shapes of its kernels on this GPU, and keeps the fastest
-(`model/kernels/attention/tiles.py`): decoding sequences of drawn lengths, the longest first, as the engine orders them; prompts.
+"""Times paged attention with several tile shapes of its kernels on this GPU, and saves the fastest
+(`model/kernels/attention/tiles.py`): decoding of sequences with random lengths, the longest first, as the engine orders them; and
+prefill of prompts.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from shardwise.model.kernels.attention.tiles import (
 
 PAGE = 64
 SEQUENCES, LENGTHS = (24, 96, 256), (128, 1920)
-"""Sequences of a step that decodes, one of each kind, and of how many tokens."""
+"""Sequences of a decode step, one number for each bucket, and the range of their lengths in tokens."""
 PROMPTS, TOKENS = (512,) * 4 + (2048,) * 2, 6144
 BETTER = 0.99
-"""Of the time of the shape that is taken otherwise: what another has to stay below to replace it."""
+"""A tile replaces the default one only if its time is below this fraction of the default's."""
 
 Say = Callable[[str], None]
 Tile = DecodeTile | PromptTile
 
 
 class Pages:
-    """Keys and values of some sequences, in pages all over memory."""
+    """Keys and values of some sequences, in pages scattered over memory."""
 
     def __init__(self, kv_heads: int, width: int, lengths: list[int], device: torch.device) -> None:
         each = [-(-length // PAGE) for length in lengths]
@@ -57,7 +58,7 @@ class Pages:
 def decode_times(
     heads: int, kv_heads: int, width: int, sequences: int, tiles: Iterable[DecodeTile], device: torch.device, pool: Any
 ) -> dict[Tile, float]:
-    """Seconds of a step's attention by each shape that the device takes."""
+    """Seconds of a decode step's attention, by each tile that the device supports."""
     from shardwise.model.kernels.attention.decode import Scratch, decode_attention
 
     draw = random.Random(0)
@@ -73,7 +74,7 @@ def decode_times(
 def prompt_times(
     heads: int, kv_heads: int, width: int, tiles: Iterable[PromptTile], device: torch.device, pool: Any
 ) -> dict[Tile, float]:
-    """The same of prompts."""
+    """The same for the prefill of prompts."""
     from shardwise.model.kernels.attention.paged import paged_attention, tiles_of
 
     pages = Pages(kv_heads, width, list(PROMPTS), device)
@@ -94,7 +95,7 @@ def _times(works: Mapping[Any, Callable[[], Any]], pool: Any) -> dict[Tile, floa
     for tile, work in works.items():
         try:
             found[tile] = replayed_seconds([work] * 4, pool) / 4
-        except Exception:  # whatever the compiler raises: a shape may ask for more than the chip has
+        except Exception:  # whatever the compiler raises: a tile may need more than the chip has
             torch.cuda.synchronize()
     return found
 
@@ -102,7 +103,8 @@ def _times(works: Mapping[Any, Callable[[], Any]], pool: Any) -> dict[Tile, floa
 def tune_attention(
     shapes: Iterable[tuple[int, int, int]], device: torch.device, say: Say = lambda text: None
 ) -> dict[str, Tile]:
-    """Find and keep the fastest shapes for layers of so many heads, heads of keys, and their width, where none are kept yet."""
+    """Find and save the fastest tiles for layers with these numbers of heads, KV heads, and head width, unless they are saved
+    already."""
     chosen: dict[str, Tile] = {}
     pool = torch.cuda.graph_pool_handle()
     for heads, kv_heads, width in shapes:

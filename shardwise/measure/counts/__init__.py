@@ -1,1 +1,1 @@
-"""Counts what a rank computes, holds and sends, as it does so."""
+"""Counts the FLOPs, memory and messages of a rank while it runs."""

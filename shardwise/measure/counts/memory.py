@@ -2,11 +2,11 @@
 
 Persistent memory (parameters, gradients, optimizer) is found by walking over the train state. Transient memory is found by the
 lifetime of storages: a dispatch mode sees every tensor that an operator returns, also in backward passes, and a weak reference
-to its storage tells when it is freed. So views and in-place results count once, and fake tensors (`FakeTensorMode`) count as if
-they had data. What a stage has saved for the backward pass of a microbatch are the storages that its forward pass allocated, or
-received from another stage, and left alive; without the parameters that `fully_shard` gathered for it. Storages allocated
-outside of PyTorch's dispatcher are not counted: arrays of NumPy, and workspaces of kernels and communication libraries. On CUDA
-the peak is that of the allocator, which sees them.
+to its storage reports when it is freed. So views and in-place results count once, and fake tensors (`FakeTensorMode`) count as if
+they had data. The saved tensors of a stage and microbatch are the storages that the forward pass allocated, or received from
+another stage, and left alive, without the parameters that `fully_shard` gathered for it. Storages allocated outside of PyTorch's
+dispatcher are not counted: NumPy arrays, and workspaces of kernels and communication libraries. On CUDA the peak is the
+allocator's, which sees them.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from shardwise.train.step import TrainState
 
 
 def storage_of(x: Tensor) -> UntypedStorage:
-    """The storage of a tensor; of this rank's shard where it is sharded."""
+    """The storage of a tensor, or of this rank's shard if it is sharded."""
     if isinstance(x, Fp8Matrix):
         return x.fp8_data.untyped_storage()
     return local_shard(x).untyped_storage()
 
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the storages of some tensors; a shared storage counts once."""
+    """Bytes of the tensors' storages; a shared storage counts once."""
     storages = (storage_of(x) for x in tensors if x is not None)
     return sum({storage_key(s): s.nbytes() for s in storages}.values())
 
 
 class Storages(BareDispatchMode):
-    """While it is open, tracks every storage that operators allocate: those alive, their bytes, and the peak so far. Storages are
-    numbered, since a new one may have the address of an old one."""
+    """While it is open, tracks every storage that operators allocate: the live ones, their bytes, and the peak so far. Storages
+    are numbered, since a new one may have the address of an old one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Storages(BareDispatchMode):
         self.count = self.now = self.peak = 0
 
     def __enter__(self) -> Storages:
-        # `fully_shard` gives memory back by shrinking storages that stay alive, which no operator sees.
+        # `fully_shard` frees memory by shrinking storages that stay alive; no operator sees this.
         self.resizes = observed_resizes(self.track)
         self.resizes.__enter__()
         return super().__enter__()
@@ -104,8 +104,8 @@ class Storages(BareDispatchMode):
         del self.references[place]
 
     def settle(self) -> None:
-        """Wait until unused storages are freed: reference cycles, and the tensors of completed messages, which gloo's threads
-        release a moment later, or much later on a busy machine: so until none of them has anything to do."""
+        """Wait until unused storages are freed: reference cycles, and the tensors of completed messages. gloo's threads release
+        the latter a moment later, or much later on a busy machine, so this waits until no other thread has anything to do."""
         gc.collect()
         quiet = 0
         while dist.is_initialized() and quiet < 3:
@@ -114,12 +114,12 @@ class Storages(BareDispatchMode):
             quiet = quiet + 1 if self.now == before and not _other_threads_run() else 0
 
     def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
-        """The numbers of the tracked storages of some tensors."""
+        """The numbers of the tensors' tracked storages."""
         places = (storage_key(storage_of(x)) for x in tensors)
         return {self.references[place][0] for place in places if place in self.references}
 
     def bytes(self, numbers: Iterable[int]) -> int:
-        """Bytes of those that are still alive."""
+        """Bytes of the storages that are still alive."""
         return sum(self.alive.get(number, 0) for number in numbers)
 
 
@@ -134,7 +134,7 @@ def _other_threads_run() -> bool:
 
 
 def parameters_of(train_state: TrainState) -> list[Tensor]:
-    """This rank's shards of the parameters, their compute copies and earlier versions; those of a frozen network too."""
+    """This rank's shards of the parameters, their compute copies and earlier versions, and the parameters of a frozen network."""
     copies = [
         each.compute_copy.tensor.detach() for each in train_state.parallel.parameters if each.compute_copy is not None
     ]
@@ -146,17 +146,17 @@ def parameters_of(train_state: TrainState) -> list[Tensor]:
 
 
 def gradients_of(train_state: TrainState) -> list[Tensor | None]:
-    """Their gradients."""
+    """The gradients of the parameters."""
     return [each.leaf.grad for each in train_state.parallel.parameters]
 
 
 def optimizer_of(train_state: TrainState) -> list[Tensor]:
-    """The optimizers' state, what compressed gradients have not sent yet, and the outer optimizer's; on the device."""
+    """The optimizers' state on the device, with the unsent remainder of compressed gradients and the outer optimizer's state."""
     return [] if train_state.optimizer.host is not None else _states(train_state)
 
 
 def hosted_of(train_state: TrainState) -> list[Tensor | None]:
-    """What the host holds: parameters in high precision, optimizer states and gradients."""
+    """The tensors in host memory: parameters in high precision, optimizer states and gradients."""
     host = train_state.optimizer.host
     if host is None:
         return []
@@ -185,33 +185,33 @@ def gathered_of(train_state: TrainState) -> Iterator[Tensor]:
 
 
 def unreduced_of(train_state: TrainState) -> Iterator[Tensor | None]:
-    """Gradients not yet reduced: unsharded ones, and shards that wait for the all-reduce over replicas."""
+    """Gradients not yet reduced: unsharded ones, and shards waiting for the all-reduce over replicas."""
     return (x for group in _groups(train_state) for x in unreduced_gradients(group))
 
 
 @dataclass
 class StepMemory(Observer):
-    """Samples memory after the actions of a step's schedule."""
+    """Samples memory after each action of a step's schedule."""
 
     train_state: TrainState
     storages: Storages
     saved: dict[int, list[int]] = field(default_factory=dict)
-    """Bytes that each microbatch saved, by stage of this rank."""
+    """Bytes that each microbatch saved, by this rank's stage."""
     activations: set[int] = field(default_factory=set)
-    """Numbers of the storages that microbatches in flight have saved."""
+    """Numbers of the storages saved by microbatches in flight."""
     peak_activations: int = 0
-    """Their peak, in bytes."""
+    """Peak of the saved activations, in bytes."""
     away: int = 0
-    """Peak of the saved tensors that wait in the host's memory."""
+    """Peak of the saved tensors that are offloaded to host memory."""
     buffers: int = 0
     gathered: int = 0
     gradients: int = 0
-    """Peak between two actions, unreduced ones included."""
+    """Peak between two actions, including unreduced gradients."""
     left: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
-    """Bytes of each storage that the forward pass of a stage and microbatch left alive, by its number."""
+    """Bytes of each storage that the forward pass of a stage and microbatch left alive, by the storage's number."""
 
     ahead: bool = False
-    """Whether passes run that come before those of the step, and save nothing."""
+    """Whether the reference model's passes run; they precede the step's own and save nothing."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -223,13 +223,13 @@ class StepMemory(Observer):
 
     @contextlib.contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Sample what is alive after a pass."""
+        """Sample the live storages after a pass."""
         before = set(self.storages.alive)
         yield
         if action.kind in ("W", "U") or self.ahead:  # see `weight_gradients`
             return
         if (swap := self.train_state.parallel.pipeline.swap) is not None:
-            swap.wait(0)  # what has gone to the host is no longer held for the copy
+            swap.wait(0)  # tensors already offloaded are no longer held for the copy
         self.storages.settle()
         if action.kind == "F":
             self._record_saved(action, before)
@@ -241,7 +241,7 @@ class StepMemory(Observer):
         self._sample_gradients()
 
     def _record_saved(self, action: Action, before: set[int]) -> None:
-        """Record what a forward pass left alive."""
+        """Record the storages that a forward pass left alive."""
         pipeline = self.train_state.parallel.pipeline
         made = set(self.storages.alive) - before
         if action.stage:
@@ -252,7 +252,7 @@ class StepMemory(Observer):
         self.away = max(self.away, unique_bytes(away))
         others += away
         others += [x for microbatch in pipeline.batches() for x in microbatch.values() if x is not None]
-        # `fully_shard` gives shards a storage of their own in the first pass of all.
+        # `fully_shard` gives shards their own storage in the very first pass.
         made -= self.storages.numbers((*gathered_of(self.train_state), *parameters_of(self.train_state), *others))
         self.saved.setdefault(action.stage, []).append(self.storages.bytes(made))
         sizes = {number: self.storages.bytes([number]) for number in made}
@@ -270,7 +270,7 @@ class StepMemory(Observer):
         handover = pipeline.handover
         sending = (*pipeline.channel.sending, *(handover.sending if handover is not None else ()))
         sent = numbers(x for x, _ in sending) - ends
-        # What a partner handed over, or gave back, is saved activations in one piece.
+        # Tensors that a partner handed over, or returned, are saved activations in one buffer.
         handed = numbers(x for x, _ in handover.arriving.values()) if handover is not None else set()
         arrived = numbers(x for x, _ in pipeline.channel.arriving.values())
         # A gradient computed ahead of its backward pass counts as an activation until then, and as a gradient afterwards.
@@ -302,13 +302,13 @@ def sampling(step: StepMemory) -> Iterator[None]:
 
 @contextlib.contextmanager
 def measured_memory(train_state: TrainState) -> Iterator[dict[str, Any]]:
-    """Fill a record with the bytes on this rank in the one step that is run meanwhile: by owner where an owner is known, and
+    """Fill a dict with this rank's bytes in the one step that runs while it is open: by owner where the owner is known, and
 
-    - `saved`: what each microbatch keeps for its backward pass, by stage,
+    - `saved`: bytes that each microbatch keeps for its backward pass, by stage,
     - `activations`: the peak over all microbatches in flight, which depends on the schedule,
-    - `gradients`: after the passes; `unreduced`: the peak between and after them, unreduced ones included,
+    - `gradients`: after the passes; `unreduced`: the peak between and after them, including unreduced gradients,
     - `gathered`: the peak of unsharded parameters between two passes,
-    - `buffers`: the peak between two passes of sends and receives between stages that no pass uses any more, or yet,
+    - `buffers`: the peak between two passes of the P2P buffers between stages that no pass uses any more, or yet,
     - `peak`: the peak of everything together.
     """
     cuda = train_state.device.type == "cuda"
@@ -340,7 +340,7 @@ def measured_memory(train_state: TrainState) -> Iterator[dict[str, Any]]:
 
 
 def measure_memory(train_state: TrainState, batch: Batch) -> dict[str, Any]:
-    """The record of `measured_memory` of one step over `batch`."""
+    """The dict of `measured_memory` for one step over `batch`."""
     with measured_memory(train_state) as found:
         train_state.train_step(batch)
     return found

@@ -1,8 +1,8 @@
-"""What each module of a rank's network costs in a step: FLOPs forward, backward and recomputed, and the bytes that its forward
+"""The cost of each module of a rank's network in a step: forward, backward and recomputed FLOPs, and the bytes that its forward
 pass saves for the backward pass.
 
-FLOPs are `WorkCounter`'s, attributed to modules instead of parts, so their sum is exactly the planner's. Bytes are those of
-storages that are alive when a stage's forward pass has ended, attributed to the module that allocated them.
+FLOPs are `WorkCounter`'s, attributed to modules instead of parts, so their sum is exactly the planner's. Bytes are those of the
+storages alive at the end of a stage's forward pass, attributed to the module that allocated them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from shardwise.train.step import TrainState
 OPTIMIZER = "(phase optimizer)"
 """The optimizer's name among the modules, as in a trace."""
 ROOT = "model"
-"""The name of a stage's whole network, for operations between its modules."""
+"""The name of a stage's network itself, for operations between its modules."""
 
 
 def module_names(train_state: TrainState) -> dict[nn.Module, str]:
-    """A rank's modules, and their names in the whole model. The loss counts as the head, whose GEMM it contains."""
+    """A rank's modules with their names in the full model. The loss counts as the head, whose GEMM it contains."""
     names: dict[nn.Module, str] = {}
     for model in train_state.parallel.models:
         names |= {module: name or ROOT for name, module in model.named_modules()}

@@ -1,7 +1,7 @@
-"""The modules of a rank's network with what each costs in a step: parameters, FLOPs by pass, bytes saved, seconds.
+"""The modules of a rank's network with the cost of each in a step: parameters, FLOPs by pass, bytes saved, seconds.
 
-Costs are given twice: of a module alone, and with its submodules. FLOPs are hardware FLOPs, counted with tokens divided evenly
-over experts; seconds are those of kernels on a GPU and of operators on a CPU.
+Each cost is listed twice: for the module alone, and with its submodules. FLOPs are hardware FLOPs, counted with tokens divided
+evenly over experts; seconds are kernel time on a GPU and operator time on a CPU.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ PASSES = ("forward", "recompute", "backward_input", "backward_weight", "optimize
 
 @dataclass
 class Cost:
-    """What a module costs."""
+    """The cost of a module."""
 
     parameters: int = 0
-    """In the whole model."""
+    """Elements in the full model."""
     held: int = 0
-    """Elements of them on this rank."""
+    """Elements on this rank."""
     flops: dict[str, float] = field(default_factory=dict)
     """FLOPs of a step by pass."""
     activations: int = 0
     """Bytes that one microbatch saves for its backward pass."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of a step, `forward` and `backward`, which includes recomputation."""
+    """Seconds of a step, `forward` and `backward`; the latter includes recomputation."""
 
     def add(self, other: Cost) -> None:
         """Add another cost to this one."""
@@ -48,7 +48,7 @@ class Cost:
 def own_costs(
     train_state: TrainState, batches: Iterable[Batch], seconds: dict[str, dict[str, float]]
 ) -> dict[str, Cost]:
-    """Costs by module, without submodules, counted in two more steps. `seconds` are those of a step by module."""
+    """Costs by module, without submodules, counted in two more steps. `seconds` are a step's seconds by module."""
     found: dict[str, Cost] = {name: Cost() for name in _names(train_state)}
     remaining = iter(batches)
     with even_routing(train_state), uncompiled(train_state):
@@ -73,7 +73,7 @@ def _names(train_state: TrainState) -> Iterable[str]:
 
 
 def with_submodules(own: dict[str, Cost]) -> dict[str, Cost]:
-    """Costs by module, with submodules; the root has the whole network, phases of the step stay separate."""
+    """Costs by module, with submodules. The root covers the full network; phases of the step stay separate."""
     whole: dict[str, Cost] = {ROOT: Cost()}
     for name, cost in own.items():
         if name.startswith("("):
@@ -87,7 +87,7 @@ def with_submodules(own: dict[str, Cost]) -> dict[str, Cost]:
 
 
 def as_rows(own: dict[str, Cost]) -> list[dict[str, Any]]:
-    """For programs: modules in the order of the network, phases last; `own` is without submodules."""
+    """Rows of JSON data: modules in the order of the network, phases last; `own` excludes submodules."""
     rows = []
     for name, cost in with_submodules(own).items():
         alone = own.get(name, Cost())

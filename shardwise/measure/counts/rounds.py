@@ -1,9 +1,9 @@
-"""A dry step of fewer microbatches that tells all about the whole one.
+"""A dry step with fewer microbatches, from which the counts of the full step follow.
 
-Microbatches in the middle of a step are alike: the first gathers parameters, the last reduces gradients, and those between do the
-same again and again. So a few are run, and what a middle one does is counted once more for each that is left out. With ZeRO-3 in a
-pipeline what a pass gathers depends on its place in a round, so there a whole round is the unit. As many are run as bring memory to
-its peak. Schedules that hold every microbatch have no middle, and neither has a short step.
+Microbatches in the middle of a step are identical: the first gathers parameters, the last reduces gradients, and those between
+repeat the same work. So only a few are run, and the counts of a middle one are added for each that is left out. With ZeRO-3 in a
+pipeline, the parameters that a pass gathers depend on its position in a round, so the unit is a full round. Enough microbatches are
+run to reach peak memory. Schedules that hold every microbatch have no middle, and neither has a short step.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from shardwise.run.sections.objective import facts_of
 from shardwise.schedules import Action, fewer_rounds
 
 FEWEST = 4
-"""The first, the last, and two between them."""
+"""The first, the last, and two middle ones."""
 MOST_ROUNDS = 4
 
 Counts = dict[tuple[str, ...], float]
 
 
 def with_microbatches(run: Run, count: int) -> Run:
-    """The run with so many microbatches a step."""
+    """The run with `count` microbatches a step."""
     batch = count * run.train.microbatch * run.layout.data_ranks
     return replace(run, train=replace(run.train, global_batch=batch))
 
 
 def microbatches_to_run(run: Run, rank: int) -> tuple[int, Sequence[int]]:
-    """How many microbatches of a step to run on a rank, and which of them are those that all others repeat."""
+    """Returns how many microbatches of a step to run on a rank, and which of them stand for the ones left out."""
     lay, whole = run.layout, run.accumulation
-    if facts_of(run.objective).reference:  # whose passes come before all others
+    if facts_of(run.objective).reference:  # the reference model's passes come before all others
         return whole, range(0)
     unit = lay.pipeline if lay.zero == 3 else 1
-    # In the first the last round moves every round before it; in the second not every microbatch is handed over.
+    # Interleaved: a shorter last round shifts every round before it. BPipe: not every microbatch is handed over.
     uneven = (lay.schedule == "interleaved" and whole % lay.pipeline) or lay.schedule == "bpipe"
-    # From both ends, a microbatch that gathers as those between do is there from four rounds on: the one in the middle each way.
+    # With two directions, a microbatch that gathers like the middle ones exists from four rounds on: one each way.
     least = MOST_ROUNDS if lay.directions > 1 and lay.zero == 3 else 1
     peak = activations(run, rank)
     for rounds in range(least, 1 if uneven else 1 + MOST_ROUNDS):
         count = fewer_rounds(lay.pipeline, whole, rounds)
         if whole > count >= max(FEWEST, 3 * unit) and activations(with_microbatches(run, count), rank) == peak:
-            if lay.directions > 1:  # one each way
+            if lay.directions > 1:  # one in each direction
                 return count, [count // 4, count // 2 + count // 4]
             first = unit if unit > 1 else count // 2
             return count, range(first, first + unit)
@@ -55,7 +55,7 @@ def microbatches_to_run(run: Run, rank: int) -> tuple[int, Sequence[int]]:
 
 
 class Repeated(Observer):
-    """Tells what is done, and counts what the microbatches of `middle` do."""
+    """Reports progress, and records the counts of the microbatches in `middle`."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Repeated(Observer):
 
     @contextlib.contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """Count what this adds."""
+        """Record the counts that this action adds."""
         self.done += 1
         self.say(f"counting FLOPs, traffic and memory: action {self.done} of {self.actions}")
         if action.microbatch not in self.middle:
@@ -93,7 +93,7 @@ class Repeated(Observer):
         return found
 
     def add(self, times: int) -> None:
-        """Add the middle so many times more to what was counted."""
+        """Add the counts of the middle microbatches `times` more times."""
         work, wire = self.work, self.traffic
         tables = {"flops": work.flops, "bytes": work.bytes}
         counters = {"traffic": wire.traffic, "messages": wire.messages}

@@ -1,9 +1,8 @@
-"""Counts what a rank sends: every collective and point-to-point call by axis and operation, in bytes.
+"""Counts the bytes that a rank sends: every collective and point-to-point call, by axis and operation.
 
-All of them, also those of DistributedDataParallel's reducer (C++) and of `fully_shard`, pass PyTorch's dispatcher as an
-operator of `c10d` that names its process group, so a dispatch mode sees them all; an operator or a group that this file does
-not know is an error, not a gap. Bytes are those of the ledger's convention (`wire_bytes`); of an all-to-all, what a
-rank sends to others.
+All of them, including those of DistributedDataParallel's reducer (C++) and of `fully_shard`, pass PyTorch's dispatcher as a `c10d`
+operator that names its process group, so a dispatch mode sees them all. An operator or a group that this file does not know is an
+error, not a gap. Bytes follow the ledger's convention (`wire_bytes`); for an all-to-all they are the bytes sent to other ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from shardwise.torch_private import BareDispatchMode
 
 Traffic = Counter[tuple[str, str]]  # bytes by axis and operation; they may be fractions
 DEVICE = torch.ops.prim.device.default
-"""What PyTorch asks a fake tensor twice as often as anything else. The tensor knows, and no mode below has more to say."""
+"""The operator that PyTorch calls on fake tensors twice as often as any other. The tensor knows its device, so modes below this one
+need not see the call."""
 
 
 @functools.cache
 def namespace_of(operator: Any) -> str:
-    """Where an operator is declared; remembered, since PyTorch reads it from the schema each time."""
+    """The namespace of an operator; cached, since PyTorch reads it from the schema each time."""
     return operator.namespace
 
 
@@ -40,7 +40,7 @@ def _total(tensors: list[Tensor]) -> int:
 
 
 class TrafficCounter(BareDispatchMode):
-    """While it is open, adds up bytes and messages of each (axis, operation) of this rank; `axes` names the groups."""
+    """While it is open, adds up this rank's bytes and messages by (axis, operation). `axes` maps process groups to axes."""
 
     def __init__(self, axes: dict[str, str]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class TrafficCounter(BareDispatchMode):
         return operator(*args, **(kwargs or {}))
 
     def count(self, operator: str, args: tuple[Any, ...]) -> tuple[str, str, Fraction | int] | None:
-        """Add a call; returns its axis, operation and bytes, or None where this rank sends nothing by it."""
+        """Add a call; returns its axis, operation and bytes, or None if this rank sends nothing in it."""
         group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
         ranks = group.size()
         size: Fraction | int
@@ -79,7 +79,7 @@ class TrafficCounter(BareDispatchMode):
                 operation, size = "all_to_all", _size(rows[kept:])
             case "send", (tensors, *_):
                 operation, size = "send", _total(tensors)
-            case "broadcast_", (tensors, _, root, *_):  # DDP agrees on its buckets so, once, in its second step
+            case "broadcast_", (tensors, _, root, *_):  # DDP agrees on its buckets this way, once, in its second step
                 if root != group.rank():
                     return None
                 operation, size = "broadcast", wire_bytes("broadcast", ranks, _total(tensors))

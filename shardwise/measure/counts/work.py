@@ -1,9 +1,9 @@
 """Counts the FLOPs of a rank as it executes them, by part of the network and pass, in the planner's convention.
 
-A dispatch mode counts GEMMs. A GEMM of the forward pass names its weight; in the backward pass a GEMM with that weight computes an
-input gradient, and the other GEMM of the same autograd node the weight gradient. A forward pass inside of a backward pass is
-recomputation. Attention is counted where the network calls it, by the pairs of query and key that its mask allows, whatever kernel
-computes it: twice as much backward as forward.
+A dispatch mode counts GEMMs. A GEMM of the forward pass identifies its weight. In the backward pass a GEMM with that weight
+computes an input gradient, and the other GEMM of the same autograd node the weight gradient. A forward pass inside of a backward
+pass is recomputation. Attention is counted where the network calls it, by the query-key pairs that its mask allows, whatever
+kernel computes it; the backward pass counts twice the forward pass.
 
 All other operators are counted by the bytes they read and write: lookups, norms, activations, casts and sums, and the
 optimizer's. In the backward pass autograd's nodes have the sequence numbers of the forward pass, so their part is known;
@@ -58,9 +58,9 @@ PARTS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 
 aten = torch.ops.aten
 ALLOCATIONS = (aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default)
-"""Operators that move nothing."""
+"""Operators that move no bytes."""
 COUNTED = ("aten", "shardwise")
-"""Where operators that move bytes are declared."""
+"""Namespaces of the operators whose bytes are counted."""
 GEMMS: dict[Any, tuple[int, int]] = {  # operator to the argument positions of its two operands
     aten.mm.default: (0, 1),
     aten.mm.out: (0, 1),
@@ -80,13 +80,13 @@ GEMMS: dict[Any, tuple[int, int]] = {  # operator to the argument positions of i
     torch.ops.shardwise.fp8_gemm_onto.default: (0, 1),
 }
 BATCHED_GEMMS: dict[Any, tuple[int, int]] = {aten.bmm.default: (0, 1), aten.baddbmm.default: (1, 2)}
-"""Batched GEMMs, which Muon uses for experts, and DoRA for the lengths of their rows; elsewhere in the network they are
-attention's, which is counted by pairs."""
+"""Batched GEMMs. Muon uses them for experts, and DoRA for the norms of their rows; elsewhere in the network they belong to
+attention, which is counted by pairs."""
 UNKNOWN = "unknown"
 
 
 def uncompiled(train_state: TrainState) -> contextlib.AbstractContextManager[Any]:
-    """While it is open, layers run uncompiled: the operators inside a compiled one cannot be counted."""
+    """While it is open, layers run uncompiled: operators inside a compiled layer cannot be counted."""
     if not compiles(train_state.run, gpu=train_state.device.type == "cuda"):
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
@@ -101,14 +101,14 @@ class WorkCounter(BareDispatchMode, Observer):
         self.bytes: dict[str, dict[str, float]] = {}
         self.updating = False
         self.update = "parameters"  # the part that the optimizer's work is attributed to
-        self.made: list[tuple[int, str]] = []  # the autograd sequence numbers from which nodes belong to a part
+        self.made: list[tuple[int, str]] = []  # nodes from this autograd sequence number on belong to this part
         self.train_state = train_state
         self.inside: list[str] = []
         self.weights: dict[int, tuple[StorageWeakRef, str]] = {}
         self.parameters: dict[int, tuple[StorageWeakRef, str]] = {}
-        self.node: tuple[Any, str] | None = None  # that computed the last input gradient, and its part
-        self.unseen: dict[Any, tuple[str, int]] = {}  # of those nodes, the part and how many GEMMs
-        self.waiting: dict[Any, float] = {}  # FLOPs of weight gradients, by nodes without their input gradient yet
+        self.node: tuple[Any, str] | None = None  # the node that computed the last input gradient, and its part
+        self.unseen: dict[Any, tuple[str, int]] = {}  # part and number of GEMMs of the nodes in `waiting`
+        self.waiting: dict[Any, float] = {}  # FLOPs by node whose input gradient is not known yet
         self.deferred = ""  # the part whose deferred weight gradient is computed
         self.open = contextlib.ExitStack()
 
@@ -130,7 +130,7 @@ class WorkCounter(BareDispatchMode, Observer):
 
     @property
     def work(self) -> Work:
-        """What was counted."""
+        """The FLOPs and bytes counted so far."""
         for here, flops in self.waiting.items():
             part, gemms = self.unseen[here]
             if (
@@ -198,7 +198,7 @@ class WorkCounter(BareDispatchMode, Observer):
         self.open.callback(after.remove)
 
     def _mark(self, module: nn.Module, part: str) -> None:
-        """Track the forward of a leaf, which runs also when a module around it is recomputed."""
+        """Track the forward of a leaf, which also runs when a module around it is recomputed."""
         inner = module.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -237,13 +237,13 @@ class WorkCounter(BareDispatchMode, Observer):
                 and self.inside
                 and self._part_of(self.parameters, args[0]) is not None
             ):
-                # A weight cast for its GEMM: a recomputed pass may stop before that GEMM.
+                # The weight is cast for its GEMM; a recomputed pass may stop before that GEMM.
                 self._remember(self.weights, out, self.inside[-1])
             self._moved(sum(x.numel() * x.element_size() for x in tree_leaves((args, out)) if isinstance(x, Tensor)))
         return out
 
     def _moved(self, size: float) -> None:
-        """Bytes that an operator other than a GEMM reads and writes."""
+        """Add the bytes that an operator other than a GEMM reads and writes."""
         backward = in_backward()
         if self.inside:
             part, which = self.inside[-1], "recompute" if backward else "forward"
@@ -289,7 +289,7 @@ class WorkCounter(BareDispatchMode, Observer):
             self._add(UNKNOWN, "backward_weight", flops)
 
     def _quantized(self, x: Tensor, forms: list[Tensor]) -> None:
-        """Quantised and transposed forms of a weight count as that weight."""
+        """Count the quantised and transposed forms of a weight as that weight."""
         part = self._part_of(self.weights, x)
         if part is None and self.inside and self._part_of(self.parameters, x) is not None:
             part = self.inside[-1]
@@ -298,7 +298,7 @@ class WorkCounter(BareDispatchMode, Observer):
                 self._remember(self.weights, each, part)
 
     def _made_for_gemm(self, codes: Tensor, matrix: Tensor) -> None:
-        """A matrix made of 4 bits counts as the weight that is kept in these."""
+        """Count a matrix dequantized from 4 bits as the weight stored in `codes`."""
         if self.inside:
             self._remember(self.weights, codes, self.inside[-1])
         part = self._part_of(self.weights, codes)
@@ -318,7 +318,7 @@ class WorkCounter(BareDispatchMode, Observer):
         return "recompute" if in_backward() else "forward"
 
     def _attending(self, backward: bool = False) -> str:
-        """The part whose attention runs."""
+        """The part whose attention runs now."""
         return "attention"
 
     def _count_attention(self, attention: DotProductAttention) -> None:
@@ -333,7 +333,7 @@ class WorkCounter(BareDispatchMode, Observer):
                 pairs = q.shape[0] * attended_pairs(q.shape[1], k.shape[1], mask)
             flops = 2.0 * q.shape[2] * pairs * (q.shape[3] + v.shape[3])
             part = self._attending()
-            # Before the call: a recomputed pass may stop inside of it, once it has what it needs.
+            # Before the call: a recomputed pass may stop inside it, once it has the tensors it needs.
             self._add(part, self._forward_pass(), flops)
             out = inner(q, k, v, mask, scale)
             if out.requires_grad:
@@ -344,7 +344,7 @@ class WorkCounter(BareDispatchMode, Observer):
         self.open.callback(lambda: setattr(attention, "attend", inner))
 
     def _count_blocks(self, attention: RingAttention | GatherAttention) -> None:
-        """Blocks of a split sequence's attention, [batch, heads, sequence, width]."""
+        """Count the blocks of context-parallel attention, [batch, heads, sequence, width]."""
         forward, backward = kernels = attention.kernels
 
         def counted(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: BlockMask) -> Any:
@@ -362,13 +362,13 @@ class WorkCounter(BareDispatchMode, Observer):
 
 
 def _rows_taken(first: Tensor, second: Tensor, ends: Tensor, *_: Any) -> float:
-    """The share of the rows that belong to an expert; 1 without data."""
+    """The fraction of rows that belong to an expert; 1 without data."""
     rows = first.shape[0] if second.dim() == 3 else second.shape[0]
     return 1.0 if _is_fake(ends) or not rows else ends[-1].item() / rows
 
 
 def block_flops(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> float:
-    """FLOPs of the attention of a block of queries to a block of keys, forward."""
+    """Forward FLOPs of attention from a block of queries to a block of keys."""
     length, keys = q.shape[2], k.shape[2]
     pairs: float = length * keys
     if isinstance(mask, Causal):
@@ -379,7 +379,7 @@ def block_flops(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> float:
 
 
 def varlen_pairs(varlen: VarlenMask, rows: int, length: int) -> float:
-    """Pairs of a query and a key it sees, of all rows; without data, as if each row were one document."""
+    """Query-key pairs that the mask allows, over all rows; without data each row counts as one document."""
     sizes = np.full(rows, length)
     if varlen.cu_seqlens is not None and not _is_fake(varlen.cu_seqlens):
         sizes = np.diff(varlen.cu_seqlens.cpu().numpy())
@@ -388,7 +388,7 @@ def varlen_pairs(varlen: VarlenMask, rows: int, length: int) -> float:
 
 
 def attended_pairs(queries: int, keys: int, mask: Tensor | None) -> float:
-    """Pairs of a query and a key it sees, of one sequence on average: under the causal mask, or a given one."""
+    """Query-key pairs that the mask allows, averaged over the sequences; None is the causal mask."""
     return queries * (queries + 1) / 2 if mask is None else float(mask.sum()) / mask.shape[0]
 
 

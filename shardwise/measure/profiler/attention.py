@@ -1,8 +1,8 @@
-"""FLOPs of attention, by the pairs of a query and a key that attend to each other: two products of a head's width for each pair
-forward, four backward, whatever kernel computes them.
+"""FLOPs of attention, by the query-key pairs that attend: for each pair two products of a head's width forward and four backward,
+whatever kernel computes them.
 
-A fused kernel's backward pass makes the first product once more; that is recomputation, and no gradient needs it, so it counts as
-such. A mask that is a tensor is counted where it is, on the device, and read when the profile ends.
+A fused kernel's backward pass computes the first product again; no gradient needs it, so it counts as recomputation. If the mask is
+a tensor, its pairs are counted on its device, and read when the profile ends.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from shardwise.torch_private import argument_names
 
 
 def causal_pairs(queries: int, keys: int) -> float:
-    """Query i sees keys 0 to i, as `is_causal` of PyTorch has it."""
+    """Query i sees keys 0 to i, as with PyTorch's `is_causal`."""
     seen = min(queries, keys)
     return seen * (seen + 1) / 2 + (queries - seen) * keys
 
 
 def pairs_of(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Any:
-    """Pairs of all rows and heads: a number, or a tensor of one."""
+    """Pairs over all rows and heads: a number, or a tensor with one element."""
     queries, keys = q.shape[-2], k.shape[-2]
     each = q.numel() // max(1, queries * q.shape[-1])
     if mask is None:
@@ -34,14 +34,14 @@ def pairs_of(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Any:
 
 
 def sdpa_flops(given: dict[str, Any]) -> Any:
-    """FLOPs of the forward pass of `scaled_dot_product_attention` and of the kernels behind it: rows, heads, sequence, width."""
+    """Forward FLOPs of `scaled_dot_product_attention` and of its kernels: rows, heads, sequence, width."""
     q, k, v = (given[name] for name in NAMES[:3])
     mask = given.get("attn_mask", given.get("attn_bias"))
     return pairs_of(q, k, mask, bool(given.get("is_causal"))) * (2.0 * (q.shape[-1] + v.shape[-1]))
 
 
 def varlen_flops(given: dict[str, Any]) -> Any:
-    """The same of rows of different lengths behind each other (`torch.nn.attention.varlen`): tokens, heads, width."""
+    """The same for packed rows of different lengths (`torch.nn.attention.varlen`): tokens, heads, width."""
     q, k, v = (given[name] for name in NAMES[:3])
     width, causal = 2.0 * q.shape[-2] * (q.shape[-1] + v.shape[-1]), bool(given.get("is_causal"))
     ends_q, ends_k = given.get("cum_seq_q"), given.get("cum_seq_k")
@@ -63,12 +63,12 @@ def varlen_flops(given: dict[str, Any]) -> Any:
 
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-"""What `scaled_dot_product_attention` calls its arguments."""
+"""The argument names of `scaled_dot_product_attention`."""
 
 
 @cache
 def kernel_of(operator: Any) -> tuple[Callable[[dict[str, Any]], Any], bool] | None:
-    """For a fused kernel: its FLOPs forward from its arguments by name, and whether it is the backward pass's."""
+    """For a fused kernel: a function from its named arguments to its forward FLOPs, and whether it is a backward kernel."""
     name = operator.name().partition(".")[0]
     if not name.startswith(("aten::_scaled_dot_product_", "aten::_flash_attention_")) or name.endswith("_math"):
         return None
@@ -76,10 +76,10 @@ def kernel_of(operator: Any) -> tuple[Callable[[dict[str, Any]], Any], bool] | N
 
 
 def bound(operator: Any, args: tuple[Any, ...], keys: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by the names that the operator gives them."""
+    """Arguments by the operator's own names."""
     return dict(zip(argument_names(operator), args, strict=False)) | keys
 
 
 def recomputed_scores(flops: Any, q: Tensor, v: Tensor) -> Any:
-    """Of the forward pass, what a fused kernel's backward pass makes once more: the product of queries and keys."""
+    """The part of the forward FLOPs that a fused kernel's backward pass repeats: the product of queries and keys."""
     return flops * (q.shape[-1] / (q.shape[-1] + v.shape[-1]))

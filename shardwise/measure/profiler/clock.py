@@ -1,5 +1,5 @@
-"""Divides time among labels: from one switch to the next it belongs to the label that was switched to, so the labels' times add up
-to the whole. On a GPU a switch is an event in the stream, read when the profile ends: nothing waits for it."""
+"""Divides time among labels: the time from one switch to the next belongs to the label that was switched to, so the labels' times
+add up to the total. On a GPU a switch is an event in the stream, read when the profile ends: nothing waits for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Clock(Generic[Label]):
         self._events: list[tuple[Label, torch.cuda.Event]] = []
 
     def start(self) -> None:
-        """From here on."""
+        """Start the clock at the first label."""
         self.label = self.first
         if self.on_gpu:
             torch.cuda.synchronize()
@@ -29,7 +29,7 @@ class Clock(Generic[Label]):
         self._then = time.perf_counter()
 
     def switch(self, label: Label) -> None:
-        """What follows belongs to this label."""
+        """From now on time belongs to this label."""
         if self.on_gpu:
             self._events.append((label, _event()))
         else:
@@ -39,7 +39,7 @@ class Clock(Generic[Label]):
         self.label = label
 
     def stop(self) -> None:
-        """To here."""
+        """Stop the clock."""
         self.switch(self.first)
         if self.on_gpu:
             torch.cuda.synchronize()
@@ -50,7 +50,7 @@ class Clock(Generic[Label]):
 
     @property
     def total(self) -> float:
-        """All seconds."""
+        """Seconds of all labels."""
         return sum(self.seconds.values())
 
 

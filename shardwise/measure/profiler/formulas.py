@@ -1,9 +1,9 @@
-"""FLOPs of operators, from the shapes of what they are given: matrix products, convolutions, recurrent layers. A multiply-add is
+"""FLOPs of operators, from the shapes of their arguments: matrix products, convolutions, recurrent layers. A multiply-add is
 two.
 
-What is only elementwise, a norm, a softmax or a lookup counts nothing, here as in every definition of MFU. Operators that are not
-listed count what `torch.utils.flop_counter.register_flop_formula` was told of them, which is how a custom operator joins in,
-a Triton kernel's say. Attention is counted apart (`attention.py`), by pairs.
+Elementwise operators, norms, softmax and lookups count nothing, as in every definition of MFU. Operators that are not listed use
+the formula registered with `torch.utils.flop_counter.register_flop_formula`; this is how a custom operator, such as a Triton
+kernel, is counted. Attention is counted separately (`attention.py`), by pairs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.utils.flop_counter import flop_registry
 from shardwise.measure.profiler.attention import kernel_of
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
-"""Arguments, keywords and result to FLOPs: a number, or a tensor of one where only the device knows it."""
+"""Maps arguments, keywords and result to FLOPs: a number, or a one-element tensor if only the device knows it."""
 
 
 def _product(first: int) -> Formula:
-    """Of matrices, in a batch or not: the operand at this place times the one after it."""
+    """A matrix product, batched or not: the operand at position `first` times the next one."""
 
     def flops(args: tuple[Any, ...], _: dict[str, Any], out: Any) -> float:
         return 2.0 * args[first].numel() * args[first + 1].shape[-1]
@@ -32,7 +32,7 @@ def _product(first: int) -> Formula:
 
 
 def _by_columns(args: tuple[Any, ...], _: dict[str, Any], out: Any) -> float:
-    """Of a matrix with one that is packed: its shape is not that of the matrix, but the result's is known."""
+    """A product with a packed matrix, whose shape is not the matrix's own; the shape of the result is known."""
     return 2.0 * out.numel() * args[0].shape[-1]
 
 
@@ -41,7 +41,7 @@ def _vector(first: int) -> Formula:
 
 
 def _grouped(args: tuple[Any, ...], keys: dict[str, Any], out: Any) -> Any:
-    """Of groups of rows, each with its own matrix. Rows after the last group's end are not computed."""
+    """A product of groups of rows, each with its own matrix. Rows after the end of the last group are not computed."""
     first, second = args[0], args[1]
     ends = keys.get("offs", args[2] if len(args) > 2 else None)
     whole = 2.0 * first.numel() * second.shape[-1]
@@ -55,14 +55,14 @@ def _grouped(args: tuple[Any, ...], keys: dict[str, Any], out: Any) -> Any:
 
 
 def _convolution(args: tuple[Any, ...], keys: dict[str, Any], out: Any) -> float:
-    """Each output element is a sum over the kernel and its group's channels; of a transposed one, each input element is spread."""
+    """Each output element is a sum over the kernel and its group's channels; if transposed, each input element is spread."""
     x, weight = args[0], args[1]
     transposed = len(args) > 6 and args[6]
     return 2.0 * (x if transposed else out).numel() * prod(weight.shape[1:])
 
 
 def _convolution_backward(args: tuple[Any, ...], keys: dict[str, Any], out: Any) -> float:
-    """The gradients of input and weight cost as much as the forward pass each."""
+    """The gradients of input and weight each cost the same as the forward pass."""
     grad, x, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
     each = 2.0 * (x if transposed else grad).numel() * prod(weight.shape[1:])
     return each * (bool(mask[0]) + bool(mask[1]))
@@ -107,17 +107,18 @@ FORMULAS: dict[str, Formula] = {
         "fp8_gemm", "fp8_gemm_onto",
     )},
 }  # fmt: skip
-"""By the operator's name without its overload."""
+"""Formulas by the operator's name without its overload."""
 OWN = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "c10d_functional", "inductor")
-"""Namespaces of operators that count nothing where they have no formula; any other is a custom operator, which is named."""
+"""Namespaces whose operators count nothing without a formula; operators of any other are custom, and reported by name."""
 
 WITHOUT = ("aten::_trilinear", "aten::_cdist", "aten::_fft", "aten::linalg_", "aten::_native_multi_head_attention",
            "aten::_transformer_encoder", "aten::_efficient_attention")  # fmt: skip
-"""Operators of PyTorch's own that multiply and are not counted: they are named too."""
+"""PyTorch's own operators that multiply but are not counted; they are reported by name too."""
 
 
 def formula_of(operator: Any) -> Formula | None:
-    """What an operator costs; None where that is nothing, or not known. Of a custom one that may be told at any time."""
+    """The FLOP formula of an operator; None if it costs nothing, or is not known. A custom operator may register one at any time,
+    so its formula is not cached."""
     return _known(operator) if operator.namespace in OWN else _look_up(operator)
 
 
@@ -136,16 +137,16 @@ _known = cache(_look_up)
 
 @cache
 def is_unknown(operator: Any) -> bool:
-    """Whether an operator may do work that no formula says."""
+    """Whether an operator may compute FLOPs that no formula covers."""
     return operator.namespace not in OWN or operator.name().startswith(WITHOUT)
 
 
 _COUNTED: dict[int, tuple[Any, bool]] = {}
-"""By an operator's address, which is looked up sooner than its name is hashed; it is held, so that the address stays its own."""
+"""By an operator's id, which is faster to look up than hashing its name. The operator is kept too, so that its id stays unique."""
 
 
 def is_counted(operator: Any) -> bool:
-    """Whether anything of an operator is counted, its calls at least."""
+    """Whether an operator is counted: its FLOPs, or at least its calls."""
     found = _COUNTED.get(id(operator))
     if found is None:
         counted = kernel_of(operator) is not None or formula_of(operator) is not None or is_unknown(operator)

@@ -1,4 +1,4 @@
-"""What was found of a module as a tree: each submodule alone, and with its own submodules."""
+"""The measurements of a module as a tree: each submodule alone, and with its own submodules."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ IN_KERNELS = "recompute_in_kernels"
 
 @dataclass
 class Cost:
-    """What a module costs, over everything that ran."""
+    """The cost of a module, over everything that ran."""
 
     parameters: int = 0
     flops: dict[str, float] = field(default_factory=dict)
-    """By pass; `recompute_in_kernels` is what fused attention recomputes inside of its backward kernels."""
+    """By pass; `recompute_in_kernels` are the FLOPs that fused attention recomputes inside of its backward kernels."""
     activations: float = 0.0
-    """Bytes that autograd saves of one forward pass of the whole module."""
+    """Bytes that autograd saves in one forward pass of the full module."""
     seconds: dict[str, float] = field(default_factory=dict)
     """By pass."""
 
     @property
     def model_flops(self) -> float:
-        """Without recomputation."""
+        """FLOPs without recomputation."""
         return sum(amount for name, amount in self.flops.items() if not name.startswith(RECOMPUTE))
 
     def add(self, other: Cost) -> None:
@@ -47,7 +47,7 @@ class Node:
     """A module of the tree."""
 
     name: str
-    """Dotted; the whole module's is empty."""
+    """Dotted; empty for the full module."""
     kind: str
     """Its class."""
     calls: int
@@ -56,12 +56,12 @@ class Node:
     """With its submodules."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """The node as JSON data."""
         return {"module": self.name, "type": self.kind, "calls": self.calls, **vars(self.whole), "own": vars(self.own)}
 
 
 def tree_of(module: nn.Module, watch: Watch) -> list[Node]:
-    """The modules in the order of `named_modules`, then what ran outside of them."""
+    """The modules in the order of `named_modules`, then the operators outside of them."""
     nodes: dict[str, Node] = {}
     counted: set[int] = set()
     passes = max(1, watch.calls[""])
@@ -85,7 +85,7 @@ def tree_of(module: nn.Module, watch: Watch) -> list[Node]:
 
 
 def _parameters(module: nn.Module, counted: set[int]) -> int:
-    """Elements of a module's own parameters; a shared one counts where it stands first."""
+    """Elements of a module's own parameters; a shared parameter counts where it appears first."""
     found = 0
     for parameter in module.parameters(recurse=False):
         if id(parameter) not in counted:

@@ -1,9 +1,9 @@
 """Follows a module while it runs: which submodule an operator belongs to, and in which pass.
 
-Hooks say which submodule's forward pass runs. Autograd numbers its nodes as a forward pass makes them, so the submodule whose
-numbers a node lies among is the one that its backward pass belongs to: exact for custom functions too. A forward pass inside of a
-backward pass is recomputation. Operators are seen by a dispatch mode, below autograd; attention by a function mode, above it, so
-that it counts the same whichever kernel is taken.
+Hooks report which submodule's forward pass runs. Autograd numbers its nodes as the forward pass creates them, so a node's number
+identifies the submodule that created it, to which its backward pass belongs; this is exact for custom functions too. A forward pass
+inside of a backward pass is recomputation. A dispatch mode, below autograd, sees operators. A function mode, above it, sees
+attention, so that attention counts the same whichever kernel is chosen.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from shardwise.torch_private import (
 )
 
 OUTSIDE = "(outside)"
-"""Owner of what runs outside of the module: the loss, the optimizer, the data."""
+"""Owner of operators outside of the module: the loss, the optimizer, the data."""
 FORWARD, BACKWARD, RECOMPUTE = PASSES = "forward", "backward", "recompute"
 ATTENTION = "\0"
-"""Marks nodes of an attention whose backward pass is counted as a whole."""
+"""Prefix for nodes of an attention whose backward pass is counted in one piece."""
 NOT_IN_BACKWARD = -1
 MOST_MARKS = 1_000_000
 
@@ -41,38 +41,38 @@ Label = tuple[str, str]
 
 
 class Marks:
-    """From which of autograd's numbers on nodes belong to whom."""
+    """Maps autograd's sequence numbers to the owners of their nodes: each mark holds from its number on."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self.owners: list[str] = []
 
     def add(self, number: int, owner: str) -> None:
-        """Nodes of this number and later ones."""
+        """Nodes from this number on belong to `owner`."""
         self.numbers.append(number)
         self.owners.append(owner)
         if len(self.numbers) > MOST_MARKS:
             del self.numbers[: MOST_MARKS // 2], self.owners[: MOST_MARKS // 2]
 
     def owner(self, number: int) -> str:
-        """Whose a node is."""
+        """The owner of a node."""
         at = bisect_right(self.numbers, number) if number >= 0 else 0
         return self.owners[at - 1] if at else OUTSIDE
 
 
 class Watch:
-    """What is found while it is open, by submodule and pass."""
+    """Measures by submodule and pass while it is open."""
 
     def __init__(self, module: nn.Module, *, memory: bool, time: bool) -> None:
         self.module, self.memory, self.time = module, memory, time
         self.flops: dict[Label, float] = defaultdict(float)
         self.by_dtype: dict[torch.dtype, float] = defaultdict(float)
         self.fused: dict[str, float] = defaultdict(float)
-        """Of the recomputation, what fused attention does inside of its backward kernels."""
+        """The part of recomputation that fused attention does inside of its backward kernels."""
         self.saved: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()
-        """Custom operators that no formula is known of, and their calls."""
+        """Custom operators without a formula, and their calls."""
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self.clock: Clock[Label] = Clock(self.device, (OUTSIDE, FORWARD))
         self._waiting: list[tuple[dict[Any, float], Any, Tensor]] = []
@@ -80,10 +80,10 @@ class Watch:
         self._functions: list[_Functions] = []
         self._marks: dict[int, Marks] = {NOT_IN_BACKWARD: Marks()}
         self._node = (NOT_IN_BACKWARD, NOT_IN_BACKWARD, OUTSIDE)
-        """The node that ran last, by its backward pass and its number, and its owner."""
+        """The node that ran last: its graph task (backward pass), its number, and its owner."""
         self.attending = self._fused = False
         self.behind = False
-        """Whether the clock stands at something else than a forward pass."""
+        """Whether the clock's current label is not a forward pass."""
         self._storages: set[int] = set()
         self._kept: dict[int, Any] = {}
         self._open = contextlib.ExitStack()
@@ -97,7 +97,7 @@ class Watch:
         for x in (*self.module.parameters(), *self.module.buffers()):
             if not hasattr(x, "to_local"):
                 self._storages.add(storage_key(x.untyped_storage()))
-        # Operators inside of a compiled region, or of a fused layer of inference, cannot be seen.
+        # Operators inside of a compiled region, or of a fused inference layer, cannot be seen.
         self._open.enter_context(torch.compiler.set_stance("force_eager"))
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
@@ -120,14 +120,14 @@ class Watch:
         self._waiting = []
 
     def add(self, counter: dict[Any, float], key: Any, amount: Any) -> None:
-        """Count; what only the device knows, when the profile ends."""
+        """Count; an amount that only the device knows is added when the profile ends."""
         if isinstance(amount, Tensor):
             self._waiting.append((counter, key, amount))
         else:
             counter[key] += amount
 
     def label(self) -> Label:
-        """Submodule and pass of what runs now."""
+        """Submodule and pass that run now."""
         task = graph_task()
         if task == NOT_IN_BACKWARD:
             return (self._inside[-1][0] if self._inside else OUTSIDE), FORWARD
@@ -136,8 +136,8 @@ class Watch:
         return self._owner_of_node(task), RECOMPUTE if torch.is_grad_enabled() else BACKWARD
 
     def _owner_of_node(self, task: int) -> str:
-        """The submodule whose forward pass made the node that runs. Nodes of a forward pass inside of a backward pass run in one
-        that is nested in it, and were numbered by its thread."""
+        """The submodule whose forward pass created the running node. A forward pass inside of a backward pass creates nodes that
+        run in a nested backward pass, and that the outer one's thread numbered."""
         number = autograd_number()
         if self._node[:2] != (task, number):  # a node runs several operators
             made = NOT_IN_BACKWARD
@@ -167,7 +167,7 @@ class Watch:
         self._switch((name, RECOMPUTE if recomputes else FORWARD))
 
     def leave(self) -> None:
-        """It ends."""
+        """The forward pass of the innermost submodule ends."""
         _, recomputes = self._inside.pop()
         if recomputes and not (self._inside and self._inside[-1][1]):
             self._functions.pop().__exit__(None, None, None)
@@ -180,17 +180,17 @@ class Watch:
             self.behind = label[1] != FORWARD
 
     def _save(self, x: Tensor) -> Tensor:
-        """Count what autograd saves: each storage once, and what the module holds anyway not at all."""
+        """Count the bytes autograd saves: each storage once, and parameters and buffers not at all."""
         storage = (x.to_local() if hasattr(x, "to_local") else x).untyped_storage()
         key = storage_key(storage)
         if key not in self._storages and key not in self._kept and graph_task() == NOT_IN_BACKWARD:
-            # While it is referred to, no other storage has its key.
+            # While the reference is held, no other storage has this key.
             self._kept[key] = StorageWeakRef(storage)
             self.saved[self._inside[-1][0] if self._inside else OUTSIDE] += storage.nbytes()
         return x
 
     def operator(self, operator: Any, args: Any, keys: Any, out: Any, label: Label) -> None:
-        """One ran."""
+        """Count one call of an operator."""
         kernel = kernel_of(operator)
         if self.attending:
             self._fused = self._fused or kernel is not None
@@ -212,7 +212,7 @@ class Watch:
             self.unknown[operator.name()] += 1
 
     def attend(self, args: Any, keys: Any) -> Tensor:
-        """Run attention, count it by pairs, and leave out the products that a kernel's parts would count."""
+        """Run attention, count it by pairs, and skip the products that its inner operators would count."""
         owner, which = self.label()
         given = dict(zip(NAMES, args, strict=False)) | keys
         flops = sdpa_flops(given)
@@ -242,8 +242,8 @@ class _Operators(BareDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         watch = self.watch
-        # What neither counts nor is timed apart costs as little as can be: most operators are such.
-        # In a forward pass hooks have set the clock, unless a backward pass came between.
+        # Operators that are neither counted nor timed separately, which are most, take this fast path.
+        # In a forward pass hooks have set the clock, unless a backward pass ran in between.
         counts = is_counted(operator)
         if not counts and not (watch.time and (watch.behind or graph_task() != NOT_IN_BACKWARD)):
             return operator(*args, **kwargs) if kwargs else operator(*args)

@@ -1,1 +1,1 @@
-"""GEMMs by the algorithm that is fastest on this machine: cuBLASLt's proposals, timed, and the choice remembered."""
+"""GEMMs by the algorithm that is fastest on this machine: cuBLASLt's proposals are timed, and the choice is stored."""

@@ -30,14 +30,14 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 class Accumulate(CustomGraphPass):
-    """The pass."""
+    """The graph pass."""
 
     def __call__(self, graph: Graph) -> None:
         order = {node: number for number, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
             if node.target is not aten.add.Tensor or node.kwargs:
                 continue
-            # Where both sides are GEMMs the later one accumulates: what it adds to is there by then.
+            # Where both sides are GEMMs the later one accumulates: the other's result exists by then.
             behind = [(gemm, other) for mine, other in _sides(node) if (gemm := _gemm_of(mine)) is not None]
             behind = [(gemm, other) for gemm, other in behind if _alike(other, node) and _of_kind(gemm, node)]
             if behind:
@@ -46,12 +46,12 @@ class Accumulate(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> object:
-        """What it does, and what it puts into graphs, for the compiler's cache."""
+        """A hash of the pass and of the operators it puts into graphs, for the compiler's cache."""
         return get_hash_for_files((__file__, tuned.__file__, fp8.__file__))
 
 
 ACCUMULATE = Accumulate()
-"""One for all layers, or each would be compiled for itself."""
+"""One instance for all layers; otherwise each layer would be compiled separately."""
 
 
 def _sides(node: Node) -> list[tuple[object, object]]:
@@ -80,7 +80,7 @@ def _alike(other: object, node: Node) -> bool:
 
 
 def _of_kind(one: Node, other: Node) -> bool:
-    """Whether two have the same dtype and numel."""
+    """Whether two nodes have the same dtype and numel."""
     mine, theirs = one.meta["val"], other.meta["val"]
     return bool(mine.dtype == theirs.dtype and mine.numel() == theirs.numel())
 

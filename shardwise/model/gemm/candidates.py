@@ -1,7 +1,7 @@
-"""The candidate algorithms for a GEMM: those that give PyTorch's result to the last bit, and are not much slower in a short
+"""The candidate algorithms for a GEMM: those that return PyTorch's result to the last bit, and are not much slower in a short
 timing. Sums in another order would make a run depend on which algorithm was a microsecond faster on some day.
 
-A short timing is not enough to choose by: it sees the chip at its full clock, or wherever the kernel before has left it.
+A short timing is not enough to choose by: it sees the chip at its full clock, or at the clock that the previous kernel has left.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Multiplicatio
 from shardwise.torch_private import scaled_mm
 
 GLANCE = 4.0
-"""Milliseconds for which each is timed, twice."""
+"""Milliseconds for which each algorithm is timed, twice."""
 SLOWER = 1.1
 """How much slower than the best an algorithm may seem and still be a candidate."""
 MOST = 6
-"""Most candidates; each one more makes all of them harder to tell apart."""
+"""The most candidates; each further one makes all of them harder to tell apart."""
 
 
 class Candidates:
@@ -45,7 +45,8 @@ class Candidates:
         return [one for time, one in times[:MOST] if time < SLOWER * times[0][0]]
 
     def _exact(self) -> list[Algorithm]:
-        """Proposals that give PyTorch's bits. Where PyTorch has no such GEMM, the others that give the first proposal's."""
+        """Proposals that return PyTorch's bits. Where PyTorch has no such GEMM, the other proposals that return the first one's
+        bits."""
         proposed = self.multiplication.proposed()
         if self.base is not None:
             self._by(proposed.pop(0))()
@@ -72,7 +73,7 @@ class Candidates:
 
 
 def _operand(rows: int, columns: int, transposed: bool, step: int, dtype: torch.dtype, device: int) -> Tensor:
-    """Random values in the memory layout of the network's; not of the generator that a run draws from."""
+    """Random values in the memory layout of the network's operands; not drawn from the run's generator."""
     if transposed:
         return _operand(columns, rows, False, step, dtype, device).mT
     generator = torch.Generator(torch.device("cuda", device)).manual_seed(rows + columns)
@@ -88,7 +89,7 @@ def _sums(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def timed(launch: Callable[[], Any], milliseconds: float) -> float:
-    """Mean milliseconds of a launch, over as many as fill the time."""
+    """Mean milliseconds of a launch, over as many launches as fill the time."""
     start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     start.record()
     launch()

@@ -1,5 +1,5 @@
-"""cuBLASLt, the library that PyTorch multiplies matrices with on NVIDIA's GPUs, called directly: PyTorch takes the algorithm that
-the library proposes first, and here one may take any of its proposals.
+"""cuBLASLt, the library that PyTorch multiplies matrices with on NVIDIA's GPUs, called directly. PyTorch takes the algorithm that
+the library proposes first; here any of its proposals may be used.
 
 The library's matrices are column-major and PyTorch's row-major, so it is asked for the transposed GEMM of transposed operands.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The library's numbers for its words (cublasLt.h, library_types.h).
+# The library's enum values (cublasLt.h, library_types.h).
 TYPES = {
     torch.float32: 0,
     torch.float16: 2,
@@ -29,18 +29,18 @@ MOST_WORKSPACE = 1
 ALIGNMENTS = (5, 6, 7, 8)
 
 WORKSPACE = 2**25
-"""Bytes that an algorithm may ask for beside its operands; PyTorch gives as many on such GPUs."""
+"""Bytes of workspace that an algorithm may ask for; PyTorch allows as many on such GPUs."""
 ALIGNED = 16
-"""Bytes of whose multiples matrices and their rows begin."""
+"""Bytes to which matrices and their rows are aligned."""
 PROPOSALS = 32
-"""Algorithms that the library is asked for; it knows fewer."""
+"""How many algorithms the library is asked for; it knows fewer."""
 
 _ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A GEMM, [rows, depth] times [depth, columns], and how its operands lie in memory."""
+    """A GEMM, [rows, depth] times [depth, columns], and the memory layout of its operands."""
 
     rows: int
     columns: int
@@ -52,17 +52,18 @@ class Shape:
     left_dtype: torch.dtype
     right_dtype: torch.dtype
     out_dtype: torch.dtype
-    adds: bool = False  # whether another matrix is added that stays as it is
-    fast: bool = False  # in 8 bits: whether sums may be kept in fewer bits
+    adds: bool = False  # whether another matrix, which stays unchanged, is added
+    fast: bool = False  # in fp8: whether sums may be accumulated in fewer bits
 
     @staticmethod
     def of(left: Tensor, right: Tensor, out_dtype: torch.dtype, adds: bool = False, fast: bool = False) -> Shape | None:
-        """That of two matrices, or nothing where the library would not take them."""
+        """The shape of a GEMM of two matrices, or None where the library does not support them."""
         lies, other = _lies(left), _lies(right)
         if lies is None or other is None or not {left.dtype, right.dtype, out_dtype} <= set(TYPES):
             return None
         eight = {left.element_size(), right.element_size()} == {1}
-        # In 8 bits, of two formats even, the hardware takes both by what is summed over.
+        # In fp8, where the two formats may differ, the hardware needs both operands contiguous along the summed
+        # dimension.
         if (lies[0], other[0]) != (False, True) if eight else left.dtype != right.dtype:
             return None
         sizes = (left.shape[0], right.shape[1], left.shape[1])
@@ -70,12 +71,12 @@ class Shape:
 
     @property
     def fp8(self) -> bool:
-        """Whether operands have 8 bits, and scales."""
+        """Whether operands are fp8, with scales."""
         return self.left_dtype.itemsize == 1
 
     @property
     def name(self) -> str:
-        """All of it in a word."""
+        """All fields in one string."""
         lies = "".join("rc"[transposed] for transposed in (self.left_transposed, self.right_transposed))
         dtypes = [self.left_dtype, *([self.right_dtype] if self.fp8 else []), self.out_dtype]
         types = " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -84,7 +85,7 @@ class Shape:
 
 
 def _lies(x: Tensor) -> tuple[bool, int] | None:
-    """Whether a matrix lies by columns, and the numbers from one to the next."""
+    """Whether a matrix is column-major, and the elements from one row or column to the next; None where it is not supported."""
     transposed = x.stride(1) != 1
     step, inner = (x.stride(1), x.stride(0)) if transposed else x.stride()
     long = step >= x.shape[0 if transposed else 1]
@@ -93,7 +94,7 @@ def _lies(x: Tensor) -> tuple[bool, int] | None:
 
 
 def is_aligned(out: Tensor) -> bool:
-    """Whether a matrix may be written, or added to: rows one after the other, from where kernels can begin."""
+    """Whether a matrix may be written, or added to: contiguous, and aligned as kernels need it."""
     return out.is_contiguous() and out.data_ptr() % ALIGNED == 0 and out.shape[1] * out.element_size() % ALIGNED == 0
 
 
@@ -109,7 +110,7 @@ class _Proposal(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How the library may compute a GEMM; its bytes mean the same to the same version of the library."""
+    """One of the library's ways to compute a GEMM; its bytes mean the same to the same version of the library."""
 
     code: bytes
     workspace: int
@@ -121,10 +122,10 @@ class LibraryError(RuntimeError):
 
 @cache
 def library() -> Any:
-    """The library that PyTorch has loaded, or nothing."""
+    """The library that PyTorch has loaded, or None."""
     if torch.version.cuda is None:
         return None
-    try:  # holding the interpreter's lock: a launch takes a few microseconds, unless a thousand others wait to begin
+    try:  # `PyDLL` holds the GIL: a launch takes a few microseconds, unless a thousand others wait to begin
         return ctypes.PyDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
     except OSError:
         return None
@@ -132,7 +133,7 @@ def library() -> Any:
 
 @cache
 def version() -> int:
-    """Of the library."""
+    """The library's version."""
     library().cublasLtGetVersion.restype = ctypes.c_size_t
     return int(library().cublasLtGetVersion())
 
@@ -151,7 +152,7 @@ def _handle(device: int) -> ctypes.c_void_p:
 
 
 class Multiplication:
-    """GEMMs of one shape on one device. What the library makes for it is small and kept for good."""
+    """GEMMs of one shape on one device. The library's descriptors for it are small and never freed."""
 
     def __init__(self, shape: Shape, device: int) -> None:
         self.handle = _handle(device)
@@ -175,7 +176,7 @@ class Multiplication:
         self._set(SCALE_RIGHT, ctypes.c_void_p(left.data_ptr()))
 
     def proposed(self) -> list[Algorithm]:
-        """What the library thinks best, the best first."""
+        """The library's proposals, the best first."""
         wanted = ctypes.c_void_p()
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(wanted))
         for attribute, value in (
@@ -204,11 +205,11 @@ class Multiplication:
 
     @cached_property
     def usual(self) -> Algorithm:
-        """The one that it thinks best."""
+        """The library's first proposal."""
         return self.proposed()[0]
 
     def takes(self, algorithm: Algorithm) -> bool:
-        """Whether the library knows such an algorithm for this GEMM."""
+        """Whether the library accepts this algorithm for this GEMM."""
         if len(algorithm.code) != ctypes.sizeof(ctypes.c_uint64 * 8):
             return False
         layouts, found = (self.first, self.second, self.out, self.out), _Proposal()
@@ -225,12 +226,12 @@ class Multiplication:
         base: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Put the result into `out`, added to `base` where there is one, which may be `out` itself; operands of 8 bits have a
-        scale each, in float32 on the device."""
+        """Write the result to `out`, added to `base` if there is one, which may be `out` itself; fp8 operands have a scale each,
+        in float32 on the device."""
         space = torch.empty(algorithm.workspace, dtype=torch.uint8, device=out.device) if algorithm.workspace else None
         target = ctypes.c_void_p(out.data_ptr())
         if scales is not None:
-            self._scale(*scales)  # which stand in what all GEMMs of this shape share: nothing may come in between
+            self._scale(*scales)  # in the descriptor that all GEMMs of this shape share: nothing may come in between
         _call(
             "cublasLtMatmul", self.handle, self.how,
             ctypes.byref(_ONE), ctypes.c_void_p(right.data_ptr()), self.first, ctypes.c_void_p(left.data_ptr()), self.second,
@@ -242,7 +243,7 @@ class Multiplication:
 
 
 def _layout(dtype: torch.dtype, rows: int, columns: int, transposed: bool, step: int) -> ctypes.c_void_p:
-    """A matrix of the library's, [rows, columns] by columns, or transposed in memory."""
+    """The library's layout of a matrix [rows, columns], column-major or transposed in memory."""
     made = ctypes.c_void_p()
     sides = (columns, rows) if transposed else (rows, columns)
     _call(

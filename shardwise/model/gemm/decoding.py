@@ -1,8 +1,8 @@
-"""GEMMs of recorded decoding steps by the fastest algorithm that cuBLASLt proposes. PyTorch takes its first proposal; with the few
+"""GEMMs of captured decode steps by the fastest algorithm that cuBLASLt proposes. PyTorch takes its first proposal. With the few
 rows of such a step a GEMM is too short for that to be the best, since one wave of tiles more or less decides.
 
-Algorithms are timed over the matrices of the layers themselves, one after another, as a step reads them: none is in the cache then.
-What is found is kept for the next process. Sums may be added up in another order than PyTorch's, which no one relies on here:
+Algorithms are timed over the matrices of the layers themselves, one after another, as a step reads them: none is in the cache
+then. The choice is stored for the next process. Sums may be added in another order than PyTorch's, which nothing here relies on:
 `serve.invariant` has GEMMs of its own.
 """
 
@@ -21,28 +21,28 @@ from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Multiplicatio
 from shardwise.model.gemm.tuned import Choices, Chosen
 
 READ_BYTES = 2**28
-"""Bytes of matrices that a timing reads, several times what a cache holds."""
+"""Bytes of matrices that a timing reads, several times the size of a cache."""
 REPLAYED = 2
-"""Timings of which the less counts."""
+"""Timings, of which the shorter counts."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Matrices of one shape that a step multiplies, of one layer after the other; and whether the residual stream is added."""
+    """Matrices of one shape that a step multiplies, one layer after the other; and whether the residual stream is added."""
 
     matrices: Sequence[Tensor]
     adds: bool = False
 
 
 class DecodingGemms:
-    """The algorithms for steps of some sizes, by rows, shape of the matrix, and whether another is added."""
+    """The algorithms for steps of some sizes, by rows, shape of the matrix, and whether another tensor is added."""
 
     def __init__(self) -> None:
         self.chosen: dict[tuple[int, int, int, bool], Chosen] = {}
 
     def __call__(self, x: Tensor, matrix: Tensor, residual: Tensor | None = None, adds: bool = True) -> Tensor | None:
-        """Rows times a matrix [out, in], put into the residual stream if one is given, or added to it; nothing where that is left
-        to PyTorch."""
+        """Rows times a matrix [out, in], written to the residual stream if one is given, or added to it. Returns None where the
+        GEMM is left to PyTorch."""
         found = self.chosen.get((len(x), *matrix.shape, residual is not None and adds))
         if found is None or not (x.is_contiguous() and matrix.is_contiguous()):
             return None
@@ -51,7 +51,7 @@ class DecodingGemms:
         return out
 
     def tune(self, kinds: Sequence[Kind], sizes: Sequence[int]) -> None:
-        """Find the algorithms for so many rows, those that are not known from before."""
+        """Find the algorithms for these numbers of rows, unless they are known already."""
         device = kinds[0].matrices[0].device
         if library() is None or torch.version.hip is not None:
             return
@@ -86,11 +86,11 @@ def _shape(kind: Kind, rows: int) -> Shape | None:
 
 
 def fastest(kind: Kind, rows: int, shape: Shape) -> Algorithm | None:
-    """The algorithm that takes the least time; nothing where that is the one PyTorch takes."""
+    """The algorithm that takes the least time; None where that is PyTorch's."""
     first = kind.matrices[0]
     count = max(2, -(-READ_BYTES // (first.numel() * first.itemsize)))
     matrices = [kind.matrices[n % len(kind.matrices)] for n in range(count)]
-    # Numbers of its own generator: PyTorch's stays in its recording where an algorithm could not be recorded.
+    # A generator of its own: PyTorch's stays in capture mode after an algorithm that could not be captured.
     numbers = torch.Generator(first.device).manual_seed(0)
     x = torch.randn(rows, first.shape[1], device=first.device, generator=numbers).to(first.dtype)
     out = torch.zeros(rows, len(first), dtype=first.dtype, device=first.device)
@@ -120,7 +120,7 @@ def _usual(x: Tensor, matrix: Tensor, out: Tensor, adds: bool) -> None:
 
 
 def replayed_seconds(works: Sequence[Callable[[], Any]], pool: Any = None) -> float:
-    """Of all of it, replayed, since launching it one by one may take longer."""
+    """Seconds of a CUDA graph of all the work, since launching it one by one may take longer."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         works[0]()

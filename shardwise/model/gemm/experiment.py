@@ -1,8 +1,8 @@
-"""Several choices, each among some options, told apart by how long steps take in which all of them are drawn at random.
+"""Compares the options of several choices at once, by the times of steps for which each choice draws a random option.
 
-Every step says something about every choice, so that a dozen need not many more steps than one. Effects are found by least squares,
-beside the slow drift of a chip that grows warmer; steps in between which something else happened (an evaluation, a checkpoint) are
-left out.
+Every step tells something about every choice, so that a dozen choices need few more steps than one. Effects are estimated by least
+squares, together with the slow drift of a chip that grows warmer. Steps during which something else happened (an evaluation, a
+checkpoint) are left out.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from dataclasses import dataclass
 import numpy as np
 
 DRIFT = 32
-"""Steps in which nothing else is thought to change."""
+"""Steps in a row over which the drift is taken to be constant."""
 SURE = 1.5
-"""Standard errors by which an option must seem better than the usual one to replace it."""
+"""Standard errors by which an option must seem better than the default to replace it."""
 STRANGE = 5.0
 """Median deviations from the median of its neighbours beyond which a step is left out."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The option to take of each choice, and what that saves, in the unit of the times: the sum of their effects, which flatters
-    itself where the best of several was taken."""
+    """The best option of each choice, and the time they save, in the unit of the times: the sum of their effects, which is too
+    optimistic where the best of several was taken."""
 
     options: tuple[int, ...]
     saves: float
 
 
 class Experiment:
-    """Draws options for steps; 0 is the usual one of each choice."""
+    """Draws options for steps; 0 is the default option of each choice."""
 
     def __init__(self, options: Sequence[int], seed: int = 0) -> None:
         self.options = tuple(options)
@@ -40,7 +40,7 @@ class Experiment:
         self.drawn: list[tuple[int, ...]] = []
 
     def draw(self) -> tuple[int, ...]:
-        """Options for the next step. Each of a choice comes equally often."""
+        """Options for the next step. Each option of a choice comes equally often."""
         for ahead, count in zip(self.ahead, self.options, strict=True):
             if not ahead:
                 ahead.extend(self.generator.sample(range(count), count))
@@ -48,7 +48,7 @@ class Experiment:
         return self.drawn[-1]
 
     def outcome(self, times: Sequence[float]) -> Outcome:
-        """What the times of the steps drawn so far say."""
+        """The best options by the times of the steps drawn so far."""
         columns = [(choice, option) for choice, count in enumerate(self.options) for option in range(1, count)]
         nothing = Outcome((0,) * len(self.options), 0.0)
         if not columns or not len(times):

@@ -1,5 +1,5 @@
 """fp8 GEMMs by the algorithm tuned for their shape, where each operand has one scale. `scaled_mm` of `quantized/fp8.py` is the
-reference, and gives the same numbers to the last bit."""
+reference, and returns the same numbers to the last bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.model.quantized.fp8 import scaled_mm
 def fp8_gemm(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """`left @ right` of two matrices of 8 bits, the second by columns, times their scales."""
+    """`left @ right` of two fp8 matrices, the second column-major, times their scales."""
     out = left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
     if multiply_into(left, right, out, None, (left_scale, right_scale), fast):
         return out
@@ -39,7 +39,7 @@ def _(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtyp
 def fp8_gemm_onto(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool, base: Tensor
 ) -> Tensor:
-    """The same accumulated onto `base`, rounded once."""
+    """The same, accumulated onto `base` and rounded once."""
     base, out = base.contiguous(), left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
     if multiply_into(left, right, out, base, (left_scale, right_scale), fast):
         return out
@@ -58,7 +58,7 @@ def _(
 def tuned_scaled_mm(
     left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
-    """`scaled_mm`, by a chosen algorithm where that matters; with a scale for each row, by PyTorch's."""
+    """`scaled_mm`, by the tuned algorithm where the GEMM is large enough; with a scale for each row, by PyTorch's."""
     if any(scale.dim() for scale in scales) or not worth_tuning(left, right.t()):
         return scaled_mm(left, right, scales, dtype, fast=fast)
     return fp8_gemm(left, right.t(), *scales, dtype, fast)

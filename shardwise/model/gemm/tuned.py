@@ -1,7 +1,7 @@
 """GEMMs by the algorithm that is known to be fastest for their shape on this kind of machine. Shapes that were never tuned are
-noted for the tuner (`train/tune_gemms.py`), and left to PyTorch.
+recorded for the tuner (`train/tune_gemms.py`), and left to PyTorch.
 
-`Gemm` is the plain counterpart, and gives the same result to the last bit.
+`Gemm` is the reference, and returns the same result to the last bit.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from shardwise.model.layers import Gemm, Linear
 Chosen = tuple[Multiplication, Algorithm]
 
 LEAST = 2**34
-"""FLOPs below which a GEMM is left to PyTorch: on an H200 some 25 microseconds, about what launching it costs."""
+"""FLOPs below which a GEMM is left to PyTorch: on an H200 some 25 microseconds, about the cost of its kernel launch."""
 
 
 class Choices:
-    """The algorithms to take on a device, by shape; in a file for the next process, whose loss is no harm."""
+    """The algorithms to use on a device, by shape; in a file for the next process. Losing the file does no harm."""
 
     def __init__(self, device: int, path: Path) -> None:
         self.device, self.path = device, path
@@ -50,7 +50,7 @@ class Choices:
         return {}
 
     def keep(self, found: dict[Shape, Algorithm | None]) -> None:
-        """Multiply so from here on, and remember it beside what other processes have written since."""
+        """Use these algorithms from now on, and store them together with those that other processes have written since."""
         self.known = self._read() | self.known | {shape.name: algorithm for shape, algorithm in found.items()}
         self.unknown = {shape: None for shape in self.unknown if shape not in found}
         self.made = {shape: made for shape, made in self.made.items() if shape not in found}
@@ -60,7 +60,7 @@ class Choices:
             write_atomically(self.path, (json.dumps(content, indent=1) + "\n").encode())
 
     def of(self, shape: Shape) -> Chosen | None:
-        """How to multiply such matrices; nothing where it is left to PyTorch."""
+        """The GEMM and algorithm for a shape; None where it is left to PyTorch."""
         if shape not in self.made:
             if shape.name not in self.known:
                 self.unknown[shape] = None
@@ -68,9 +68,9 @@ class Choices:
         return self.made[shape]
 
     def use(self, shape: Shape, algorithm: Algorithm | None) -> None:
-        """Multiply so from here on."""
-        self.made[shape] = None  # and so it stays where the library fails
-        if algorithm is not None or shape.adds:  # PyTorch would copy what is added to first
+        """Use this algorithm from now on."""
+        self.made[shape] = None  # and None it stays if the library fails
+        if algorithm is not None or shape.adds:  # PyTorch would first copy the tensor that is added to
             multiplication = self._multiplication(shape)
             algorithm = algorithm or multiplication.usual
             self.made[shape] = (multiplication, algorithm) if multiplication.takes(algorithm) else None
@@ -78,7 +78,7 @@ class Choices:
 
 @cache
 def choices(device: int) -> Choices:
-    """Those of a device of this process."""
+    """The choices for a device of this process."""
     name = torch.cuda.get_device_name(device).replace(" ", "-")
     return Choices(device, cache_folder("products") / f"{name}-{version()}.json")
 
@@ -91,7 +91,8 @@ def multiply_into(
     scales: tuple[Tensor, Tensor] | None = None,
     fast: bool = False,
 ) -> bool:
-    """Multiply by the algorithm chosen, and add to `base`; false where there is none. `scales` and `fast` are those of 8 bits."""
+    """Multiply with the chosen algorithm, and add to `base`; returns False where there is none. `scales` and `fast` are for
+    fp8."""
     if not out.is_cuda or library() is None or not all(is_aligned(x) for x in (out, base) if x is not None):
         return False
     shape = Shape.of(left, right, out.dtype, adds=base is not None and base is not out, fast=fast)
@@ -125,18 +126,19 @@ def _(left: Tensor, right: Tensor) -> Tensor:
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     left, right = inputs
-    for_left, for_right = ctx.needs_input_grad[:2]  # what follows is PyTorch's own
+    for_left, for_right = ctx.needs_input_grad[:2]  # further entries are PyTorch's own
     ctx.save_for_backward(left if for_right else None, right if for_left else None)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     left, right = ctx.saved_tensors
-    for_left, for_right = ctx.needs_input_grad[:2]  # what follows is PyTorch's own
-    # On the right stands a matrix [out, in] transposed: its gradient is made as the matrix lies.
+    for_left, for_right = ctx.needs_input_grad[:2]  # further entries are PyTorch's own
+    # `right` is a matrix [out, in] transposed: its gradient is computed in the memory order of the matrix.
     return gemm(grad, right.mT) if for_left else None, gemm(grad.mT, left).mT if for_right else None
 
 
-# Registered so, and not as an autograd function: compiled layers with one of those are not found in PyTorch's cache.
+# Registered this way, and not as an autograd function: PyTorch's compile cache misses layers that contain one of
+# those.
 gemm.register_autograd(_backward, setup_context=_keep)
 
 
@@ -146,7 +148,7 @@ gemm.register_autograd(_backward, setup_context=_keep)
     schema="(Tensor left, Tensor right, Tensor(a!) out, bool add) -> ()",
 )
 def gemm_into(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
-    """Put `left @ right` into a matrix that may be wider than they are, or add it to what is there."""
+    """Write `left @ right` to a matrix that may have a higher precision, or add it to that matrix."""
     if not multiply_into(left, right, out, out if add else None):
         Gemm().put(left, right, out, add)
 
@@ -166,7 +168,7 @@ def _(left: Tensor, right: Tensor, base: Tensor) -> Tensor:
 
 
 class TunedGemm(Gemm):
-    """GEMMs by the algorithms chosen; those with a bias, which PyTorch adds before it rounds, by PyTorch's."""
+    """GEMMs by the chosen algorithms; those with a bias, which PyTorch adds before it rounds, are left to PyTorch."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows, transposed = x.flatten(0, -2), weight.mT

@@ -1,9 +1,9 @@
-"""Attention whose bits for a token depend on its sequence up to it alone, over pages as a server keeps them and over documents as
-they are trained on: the same functions, since the rows of a tensor are pages of one token each.
+"""Attention whose bits for a token depend only on its sequence up to that token. The same functions serve a server's pages and
+training documents, since the rows of a tensor are pages of one token each.
 
-On a CPU all is fixed by the position of a token: a block is `ROWS` positions from a multiple of `ROWS` on, its keys all from the
-first to the last of the block, and whatever of it is not there is zero. So a token meets operators with the same shape, at the
-same place.
+On a CPU, the position of a token fixes everything: a block is `ROWS` positions from a multiple of `ROWS` on, its keys are all
+positions from the first to the end of the block, and missing ones are zero. So a token meets operators with the same shape, at the
+same index.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.model.invariant.ordinary_gradient import with_ordinary_gradient
 from shardwise.model.varlen import Mask, VarlenMask, cu_seqlens_of, varlen_attention, varlen_attention_reference
 
 ROWS = 16
-"""Positions of a block on a CPU."""
+"""Positions in a block on a CPU."""
 
 
 class InvariantMaskBuilder(nn.Module):
@@ -36,14 +36,14 @@ class InvariantMaskBuilder(nn.Module):
 
 
 def attend_documents(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    """Attention of heads [rows, length, heads, width] inside of documents. Gradients come from flash attention where it takes such
+    """Attention of heads [rows, length, heads, width] inside documents. Gradients come from flash attention where it supports such
     heads."""
     assert isinstance(mask, VarlenMask), "an invariant network's masks are those of `InvariantMaskBuilder`"
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows, length = q.shape[:2]
         total = rows * length
-        # The page of the n-th token of a document that begins at row s is row s + n, so tables of pages overlap.
+        # The page of the n-th token of a document that begins at row s is row s + n, so page tables overlap.
         pages = torch.arange(total + 1 + length, dtype=torch.int32, device=q.device).clamp(max=total - 1)
         table = pages.as_strided((total + 1, length), (1, 1))
         keys, values = (x.flatten(0, 1)[:, :, None] for x in (k, v))
@@ -88,7 +88,7 @@ def attend_blocks(
     counts: Sequence[int], scale: float, window: int,
 ) -> Tensor:  # fmt: skip
     """Attention of new tokens [tokens, heads, width] of several sequences, `counts` of each, whose keys and values are in their
-    pages. A sequence has `starts` tokens more, and row `slots` of the table says which pages."""
+    pages. `starts` is the number of earlier tokens of each sequence, and `slots` its row in the page table."""
     out = q.new_empty(*q.shape[:2], values.shape[-1])
     page_tokens, done = keys.shape[2], 0
     for slot, start, count in zip(slots, starts, counts, strict=True):
@@ -102,7 +102,7 @@ def attend_blocks(
             there = key < stop
             if window:
                 there &= at - key < window
-            # What no one sees may be anything, also no number, and nothing times that is not nothing.
+            # Keys and values that no query sees may hold anything, even NaN, and zero times NaN is not zero.
             k, v = (
                 torch.where(there[:, None, None], x[pages, :, key % page_tokens].to(q.dtype), 0) for x in (keys, values)
             )

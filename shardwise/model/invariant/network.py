@@ -1,13 +1,13 @@
-"""Batch invariance: a token's hidden states, logits and logprobs are the same bits whatever else a forward pass computes, and
-however its sequence was cut: alone from a cache, in a chunk, or whole among packed documents as in training.
+"""Batch invariance: a token's hidden states, logits and logprobs have the same bits whatever else is in the forward pass, and
+however its sequence is split: one token from a cache, in a chunk, or complete among packed documents as in training.
 
-Numbers that are added in another order give other bits, and which order a library takes depends on shapes. So every sum gets an
-order of its own. On a GPU in 16 bits kernels see to that (`kernels/invariant_….py`). On a CPU matrices are multiplied by blocks of
-a fixed number of rows; whatever else is more than sums and products of two numbers is computed row by row, since a vector's last
-elements may be computed otherwise than the rest; and attention takes blocks of positions (`attention.py`). Latent
-attention is always computed over latents. The bits are those of one kind of device, library and number of threads.
+Adding numbers in another order gives other bits, and the order that a library takes depends on shapes. So every sum gets a fixed
+order. On a GPU in 16 bits, kernels do that (`kernels/attention/invariant.py`, `kernels/gemm/invariant*.py`). On a CPU, matrices
+are multiplied in blocks of a fixed number of rows. Everything other than sums and products of two numbers is computed row by row,
+since a vector's last elements may be computed differently from the rest. Attention takes blocks of positions (`attention.py`).
+Latent attention is always computed over latents. The bits hold for one kind of device, library and number of threads.
 
-`make_invariant` puts these operations into a network, for serving as for training. They have ordinary gradients.
+`make_invariant` puts these operations into a network, for serving and for training. Their gradients are the ordinary ones.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from shardwise.model.transformer import Transformer
 from shardwise.run import ModelConfig, Problem, Run, UserError
 
 ROWS = 16
-"""Rows of a block on a CPU. Reading the matrix takes longer than multiplying so many."""
+"""Rows of a block on a CPU. Reading the matrix takes longer than multiplying this many."""
 
 
 def check_invariant(key: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse what has no such operations; `key` is the one that asks for them."""
+    """Refuse configurations that have no invariant operations; `key` is the config key that asks for them."""
     problems = []
     if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
         problems.append(Problem("on a GPU goes with train.dtype = bfloat16 or float16", key))
@@ -49,7 +49,8 @@ def check_invariant(key: str, config: ModelConfig, dtype: torch.dtype, device: t
 
 
 def by_row(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """A function of rows [batch, sequence, ...], on a CPU one row at a time: where an element stands depends on its row alone."""
+    """Apply a function to rows [batch, sequence, ...]. On a CPU it takes one row at a time, so that an element's offset in the
+    vectorised loop depends on its row alone."""
     if tensors[0].is_cuda:
         return function(*tensors)
     rows = zip(*(x.flatten(0, 1).split(1) for x in tensors), strict=True)
@@ -57,7 +58,7 @@ def by_row(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Rows [rows, in] times a matrix [out, in]; in the dtype of the rows, unless a kernel is told another."""
+    """Rows [rows, in] times a matrix [out, in]; in the dtype of the rows, unless `dtype` asks the GPU kernel for another."""
     if x.is_cuda:
         from shardwise.model.kernels.gemm.invariant import invariant_gemm
 
@@ -71,7 +72,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.d
 
 
 class InvariantGemm(Gemm):
-    """Forward passes whose rows do not depend on each other, and ordinary backward passes."""
+    """A GEMM whose forward pass computes each row independently of the others; the backward pass is ordinary."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _Linear.apply(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -118,7 +119,7 @@ def invariant_normalize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: flo
 
 
 def invariant_gated(function: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
-    """What is gated times a function of its gate."""
+    """`up` times a function of its gate."""
 
     def exact(gate: Tensor, up: Tensor) -> Tensor:
         if gate.is_cuda:
@@ -171,7 +172,7 @@ def in_order(terms: list[Tensor]) -> Tensor:
 
 
 def invariant_total(x: Tensor) -> Tensor:
-    """The sum of the last dimension, which stays."""
+    """The sum over the last dimension, which is kept."""
     return in_order(list(x.split(1, dim=-1)))
 
 
@@ -181,12 +182,12 @@ def invariant_scores(function: Callable[[Tensor], Tensor], logits: Tensor) -> Te
 
 
 def invariant_combine(rows: Tensor, weights: Tensor) -> Tensor:
-    """The results of a token's experts [tokens, k, width], added up by weight [tokens, k]."""
+    """The sum of each token's expert outputs [tokens, k, width], weighted by [tokens, k]."""
     return in_order([rows[:, n] * weights[:, n, None].to(rows.dtype) for n in range(weights.shape[1])])
 
 
 def invariant_grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, read: ReadCounts) -> Tensor:
-    """Rows in the order of their experts times those experts' matrices."""
+    """Rows ordered by expert, times those experts' matrices."""
 
     def exact(x: Tensor, weight: Tensor) -> Tensor:
         if x.is_cuda:
@@ -211,7 +212,7 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The logprob of one token of each row [rows, vocabulary]: the bits that a server gives with `serve.invariant`."""
+    """The logprob of one token of each row [rows, vocabulary]: the same bits that a server with `serve.invariant` returns."""
 
     def exact(logits: Tensor) -> Tensor:
         if logits.is_cuda:
@@ -227,7 +228,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 class InvariantCrossEntropy(nn.Module):
-    """The loss head of an invariant network: `LinearCrossEntropy` of `token_logprobs`; with `make` it holds all logits too."""
+    """The loss head of an invariant network: `LinearCrossEntropy` of `token_logprobs`. It holds all logits, with `make` too."""
 
     def forward(
         self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None, make: Make | None = None
@@ -242,7 +243,7 @@ class InvariantCrossEntropy(nn.Module):
 
 
 def make_invariant(model: Transformer) -> None:
-    """Put operations into a network whose results for a token do not depend on the batch."""
+    """Replace a network's operations by ones whose results for a token do not depend on the batch."""
     model.invariant = True
     model.gemm, model.loss = GEMM, InvariantCrossEntropy()
     model.mask_builder = InvariantMaskBuilder(model.config.sliding_window)
@@ -273,7 +274,7 @@ def _activated(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def read_exactly(config: ModelConfig, name: str) -> bool:
-    """Whether a network in 16 bits uses a parameter before it is rounded to them: a server must then keep it as it was trained."""
+    """Whether a 16-bit network uses a parameter before it is rounded to 16 bits: a server must then keep it as it was trained."""
     leaf = name.rsplit(".", 2)[-2:]
     return leaf == ["router", "weight"] or (
         config.position == "learned" and name in ("embed.weight", "positions.weight")
@@ -281,7 +282,8 @@ def read_exactly(config: ModelConfig, name: str) -> bool:
 
 
 def exactly_read(run: Run, device: torch.device) -> Callable[[str], bool] | None:
-    """Which parameters a server of a run keeps as they were trained; None: where it need not. Refuses what can't be had."""
+    """Which parameters a server of a run keeps as they were trained; None where it need not. Refuses unsupported
+    configurations."""
     if not run.serve.invariant:
         return None
     check_invariant("serve.invariant", run.model, getattr(torch, run.train.dtype), device)

@@ -1,5 +1,5 @@
-"""A result computed by one function, and its gradient by another that gives nearly the same: for kernels that have no backward
-pass of their own. The other function is computed anew in the backward pass, so nothing but the inputs is saved.
+"""Computes a result by one function and its gradient by another, nearly equal one: for kernels without a backward pass. The
+backward pass recomputes the other function, so only the inputs are saved.
 """
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
-"""Triton kernels, one file each; tests hold them against reference implementations. Imported where they are used, since a machine
-without a GPU need not have Triton."""
+"""Triton kernels, one file each; tests compare them with reference implementations. They are imported where they are used, since a
+machine without a GPU need not have Triton."""

@@ -1,8 +1,8 @@
 """AdamW in one pass: every element is read and written once.
 
-It reads the factor on the gradients (clipping, the count of tokens, the loss scale) from the device, so that scaling them is no
-pass of its own. One launch a tensor; the arithmetic is float32 whatever the gradient's dtype. Where the parameter has a compute
-copy, it is written too.
+It reads the factor on the gradients (clipping, the count of tokens, the loss scale) from the device, so that scaling them needs no
+pass of its own. One launch a tensor; it computes in float32 whatever the gradient's dtype. A parameter's compute copy, if there is
+one, is written too.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def adamw(
     decay: float,
     copy: Tensor | None = None,
 ) -> None:
-    """One AdamW update in place, of contiguous tensors, with the gradient times `factor` [1]; `step` counts from 1. The values
-    go into `copy` as well."""
+    """One AdamW update in place, of contiguous tensors, with the gradient times `factor` [1]; `step` counts from 1. The new values
+    are written to `copy` as well."""
     size = parameter.numel()
     if not size:
         return

@@ -1,5 +1,5 @@
-"""Logits to cross-entropy, and their gradient in place. A row of the vocabulary is read for the sum of exponentials, and once more
-for the gradient. Two programs for each multiprocessor take the rows in turn, which was the fastest way timed on an H200.
+"""Cross-entropy of logits, with their gradient written in place. A row of the vocabulary is read for the sum of exponentials, and
+once more for the gradient. Two programs for each multiprocessor take the rows in turn, which was the fastest way timed on an H200.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 BLOCK = 8192
 WARPS = 16
 STAGES = 3
-"""Blocks on their way at a time."""
+"""Blocks whose loads are under way at a time."""
 PROGRAMS = 2
-"""For each multiprocessor."""
+"""Programs for each multiprocessor."""
 
 
 @triton.jit
@@ -41,14 +41,14 @@ def _rows(  # type: ignore[no-untyped-def]
                 at = first + tl.arange(0, BLOCK)
                 x = tl.load(start + at, mask=at < VOCABULARY, other=float("-inf")).to(tl.float32)
                 higher = tl.maximum(highest, tl.max(x, 0))
-                # A sum for each place of the block: only the highest score makes the threads wait for each other.
+                # A sum for each index in the block: only the highest score needs a reduction across threads.
                 total = total * tl.exp(highest - higher) + tl.exp(x - higher)
                 highest = higher
             counted = target != IGNORE_INDEX
             picked = tl.load(start + target, mask=counted, other=0.0).to(tl.float32)
             whole = highest + tl.log(tl.sum(total, 0))
             tl.store(losses + row, tl.where(counted, whole - picked, 0.0))
-            tl.debug_barrier()  # the picked score is read before it is overwritten
+            tl.debug_barrier()  # the target's score is read before it is overwritten
             for first in tl.range(0, VOCABULARY, BLOCK, num_stages=STAGES):
                 at = first + tl.arange(0, BLOCK)
                 x = tl.load(start + at, mask=at < VOCABULARY, other=float("-inf")).to(tl.float32)
@@ -57,7 +57,7 @@ def _rows(  # type: ignore[no-untyped-def]
 
 
 def cross_entropy_and_grad_fused(scores: Tensor, targets: Tensor, ignored: int) -> Tensor:
-    """The cross-entropy of each row [rows, vocabulary], in float32; its gradient takes the place of the scores."""
+    """The cross-entropy of each row [rows, vocabulary], in float32; its gradient overwrites the scores."""
     rows, vocabulary = scores.shape
     losses = torch.empty(rows, dtype=torch.float32, device=scores.device)
     if rows:

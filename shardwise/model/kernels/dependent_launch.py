@@ -1,6 +1,6 @@
-"""Launches a kernel of `compile_cuda` before the one before it has ended (programmatic dependent launch, in NVIDIA's CUDA C++
-Programming Guide). It may load weights, which no kernel writes, and waits by `griddepcontrol.wait` until all before it is done:
-many short kernels that are bound by memory then have no gaps between them.
+"""Launches a kernel of `compile_cuda` before the previous kernel has ended (programmatic dependent launch, in NVIDIA's CUDA C++
+Programming Guide). It may load weights, which no kernel writes, and waits with `griddepcontrol.wait` until all earlier kernels are
+done. So many short memory-bound kernels run without gaps between them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Config(ctypes.Structure):
 
 @cache
 def has_dependent_launch(device: torch.device) -> bool:
-    """Whether the device's kernels may begin before those before them have ended, and the driver takes such launches."""
+    """Whether the device's kernels may begin before the previous ones have ended, and the driver supports such launches."""
     return (
         torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0) and hasattr(_driver(), "cuLaunchKernelEx")
     )  # fmt: skip
@@ -51,7 +51,7 @@ def _driver() -> Any:
 def launch_dependent(
     kernel: Any, grid: int, block: int, arguments: Sequence[Tensor | int | float], shared: int
 ) -> None:
-    """Launch a kernel on this stream, to begin as soon as there is room."""
+    """Launch a kernel on the current stream, to begin as soon as there is room."""
     values = [_value(argument) for argument in arguments]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     attribute = _Attribute(SERIALIZATION, 0, (ctypes.c_int * 16)(1))

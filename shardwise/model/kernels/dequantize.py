@@ -1,4 +1,4 @@
-"""A packed matrix of four bits as 16-bit numbers, for GEMMs of so many rows that unpacking it once is the smaller part."""
+"""Dequantizes a packed int4 matrix to 16 bits, for GEMMs of so many rows that dequantizing it once is the smaller cost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
 
 
 def dequantize_int4(packed: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The matrix, or stack of matrices, that packed weights stand for."""
+    """The dequantized matrix, or stack of matrices."""
     groups = scale.shape[-1]
     words = packed.shape[-1] // groups
     n = scale.numel() // groups

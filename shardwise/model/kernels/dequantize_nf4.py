@@ -1,5 +1,5 @@
-"""A matrix of 4-bit NormalFloat, with scales in 8 bits or as they are, as numbers that a GEMM takes. `quantized/nf4.py` has the
-reference."""
+"""Dequantizes a matrix of 4-bit NormalFloat, with scales in 8 bits or in float32, to a dtype that a GEMM takes. `quantized/nf4.py`
+has the reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
         row = at // blocks
         number = first + (row % rows) * stride + at % blocks
         code = tl.load(ABSMAX + at, mask=inside, other=0).to(tl.int32)
-        of_matrix = SCALE + (row // rows) * count  # `count` numbers of each matrix, the last of them a mean
+        of_matrix = SCALE + (row // rows) * count  # `count` scales for each matrix, the last of them a mean
         scale = tl.load(of_matrix + number // SCALES, mask=inside, other=0.0)
         mean = tl.load(of_matrix + count - 1, mask=inside, other=0.0)
         absmax = tl.load(TREE + code, mask=inside, other=0.0) * scale + mean
@@ -40,14 +40,14 @@ def _dequantize(  # type: ignore[no-untyped-def]
 def dequantize_nf4(
     codes: Tensor, absmax: Tensor, scales: Tensor, first: int, stride: int, dtype: torch.dtype, values: Tensor, tree: Tensor
 ) -> Tensor:  # fmt: skip
-    """The matrix, or the stack of them, that a slice of codes stands for; `values` are those of the codes, `tree` those of the
-    second level."""
+    """The matrix, or the stack of them, that a slice of codes stands for; `values` is the table of the codes, `tree` the table of
+    the second level."""
     out = torch.empty(*codes.shape[:-1], 2 * codes.shape[-1], dtype=dtype, device=codes.device)
     n, double = absmax.numel(), scales.numel() > 0
     _dequantize[(triton.cdiv(n, 64),)](
         codes, absmax, scales if double else absmax, values, tree, out, n,
         absmax.shape[-2], absmax.shape[-1], first, stride, scales.shape[-1],
         DOUBLE=double, SCALES=NF4_SCALES, HALF=NF4_BLOCK // 2, N=64, num_warps=4,
-        enable_fp_fusion=False,  # the bits of the reference
+        enable_fp_fusion=False,  # to match the bits of the reference
     )  # fmt: skip
     return out

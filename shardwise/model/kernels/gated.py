@@ -1,4 +1,4 @@
-"""The product of a gate and what it gates, in one pass."""
+"""The product of an activated gate and the values it gates, in one pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @triton.jit
 def activated(gate, SILU: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """SiLU, or GELU in its tanh form, rounded as an operator of its own would."""
+    """SiLU, or GELU in its tanh form, rounded as a separate operator would."""
     if SILU:
         return (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
     return (gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))).to(dtype).to(tl.float32)
@@ -27,7 +27,7 @@ def _gated(GATE, UP, OUT, gate0, up0, width, SILU: tl.constexpr, N: tl.constexpr
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """[..., width] times a function of [..., width], in one pass; `activation` is "silu" or "gelu"."""
+    """`up` [..., width] times an activation of `gate` [..., width], in one pass; `activation` is "silu" or "gelu"."""
     gates, ups = (x.flatten(0, -2) for x in (gate, up))
     gates, ups = (x if x.stride(-1) == 1 else x.contiguous() for x in (gates, ups))
     rows, width = gates.shape

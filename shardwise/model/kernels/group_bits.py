@@ -1,7 +1,7 @@
-"""Values in 8, 4, 2 or 1 bits by group, and back: each way one pass over memory in the place of a chain of operations.
+"""Packs values in 8, 4, 2 or 1 bits by group, and unpacks them: each way one pass over memory instead of a chain of operations.
 
-The bits are those of `parallel/activations/quantized.py`, which says what is computed: divisions round to nearest, and no product
-is fused with a sum.
+The bits are those of `parallel/activations/quantized.py`, which defines the computation: divisions round to nearest, and no
+product is fused with a sum.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 AT_ONCE = 8
-"""Groups of a program."""
+"""Groups that a program takes."""
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _pack(  # type: ignore[no-untyped-def]
     x = tl.load(X + place, mask=place < numel, other=0.0).to(tl.float32)
     least, most = tl.min(tl.min(x, axis=2), axis=1), tl.max(tl.max(x, axis=2), axis=1)
     strange = tl.max(tl.max((x != x).to(tl.int32), axis=2), axis=1) > 0
-    least = tl.where(strange, float("nan"), least)  # which the least of some is not by itself
+    least = tl.where(strange, float("nan"), least)  # `tl.min` alone would ignore NaN
     step = tl.div_rn(most - least, tl.full((N,), 2**BITS - 1, tl.float32))
     mixed = x.to(tl.uint32, bitcast=True) * 0x9E3779B1 + place.to(tl.uint32) * 0x85EBCA6B
     mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D
@@ -62,7 +62,7 @@ def _unpack(  # type: ignore[no-untyped-def]
 
 
 def pack_groups(x: Tensor, codes: Tensor, ranges: Tensor, bits: int, group: int) -> None:
-    """Write the codes of a flat tensor, and of each group its least value and its step."""
+    """Write the codes of a flat tensor, and the minimum and step of each group."""
     grid = (triton.cdiv(len(ranges), AT_ONCE),)
     _pack[grid](
         x, codes, ranges, x.numel(), len(ranges), BITS=bits, GROUP=group, N=AT_ONCE, num_warps=4, enable_fp_fusion=False
@@ -70,7 +70,7 @@ def pack_groups(x: Tensor, codes: Tensor, ranges: Tensor, bits: int, group: int)
 
 
 def unpack_groups(codes: Tensor, ranges: Tensor, bits: int, group: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """The flat tensor that codes stand for."""
+    """The dequantized flat tensor."""
     out = torch.empty(numel, dtype=dtype, device=codes.device)
     grid = (triton.cdiv(len(ranges), AT_ONCE),)
     _unpack[grid](

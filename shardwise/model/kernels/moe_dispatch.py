@@ -1,6 +1,6 @@
-"""Tokens to rows in the order of their experts, and rows back to tokens, a token a program. A token is read once and written
-to its k places, or its k rows are read and added in the order of its choices, in float32: no copies in between, and nothing
-that depends on which program comes first. A choice without a place, -1, is neither written nor read.
+"""Copies tokens to rows ordered by expert, and sums rows back into tokens, one token a program. A token is read once and written
+to its k rows, or its k rows are read and added in the order of its choices, in float32. There are no copies in between, and
+nothing depends on which program comes first. A choice with row index -1 is neither written nor read.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def _combine_weighted_backward(  # type: ignore[no-untyped-def]
 
 
 def _shape(width: int) -> dict[str, int]:
-    """Numbers that a program takes at once, and the warps for them: 16 bytes a thread, twice."""
+    """Elements that a program takes at once, and the warps for them: 16 bytes a thread, twice."""
     block = min(BLOCK, triton.next_power_of_2(width))
     return dict(WIDTH=width, BLOCK=block, num_warps=max(1, min(8, block // 512)))
 
 
 def dispatch_fused(x: Tensor, places: Tensor, rows: int) -> Tensor:
-    """Each token [tokens, width] at its places [tokens, k] among so many rows."""
+    """Each token [tokens, width] copied to its row indices [tokens, k] among `rows` rows."""
     x = x.contiguous()
     (tokens, width), k = x.shape, places.shape[1]
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
@@ -78,7 +78,7 @@ def dispatch_fused(x: Tensor, places: Tensor, rows: int) -> Tensor:
 
 
 def combine_fused(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The rows at each token's places, added up, by weight [tokens, k] where weights are given."""
+    """For each token, the sum of the rows at its indices, weighted by [tokens, k] if weights are given."""
     rows = rows.contiguous()
     (tokens, k), width = places.shape, rows.shape[1]
     out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)

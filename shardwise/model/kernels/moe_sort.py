@@ -1,6 +1,6 @@
-"""Where each choice of an expert lies once choices are laid in the order of their experts: a counting sort that keeps equals
-in order. Blocks of choices are counted, the counts of blocks before are added up for each expert, and each block then knows
-where its choices go. No sums depend on which program comes first, and the host learns nothing.
+"""The row index of each choice when choices are ordered by expert: a stable counting sort. Choices are counted in blocks, the
+counts of earlier blocks are added up for each expert, and each block then knows where its choices go. No sum depends on which
+program comes first, and there is no host sync.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def _place(chosen, before, totals, places, choices, experts_known, EXPERTS: tl.c
 
 
 def sort_by_expert_fused(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The place of each choice in the order of experts, int32 in the shape of `chosen`, and how many each expert has, int64.
+    """The row index of each choice in expert order, int32 in the shape of `chosen`, and the number of choices of each expert,
+    int64.
 
-    A choice of an expert that does not exist has no place: -1.
+    A choice of an expert that does not exist has index -1.
     """
     chosen = chosen.contiguous()
     choices, width = chosen.numel(), triton.next_power_of_2(experts)

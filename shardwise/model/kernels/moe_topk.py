@@ -1,5 +1,5 @@
-"""The k best of some scores, a few tokens a program: k times the highest that is left. PyTorch's own sorts by digits, which pays
-for thousands of scores and not for a router's few.
+"""The k best of some scores, a few tokens a program: it takes the highest remaining score k times. PyTorch's top-k sorts by
+digits, which pays for thousands of scores and not for a router's few.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _best(scores, chosen, tokens, experts_known, K: tl.constexpr, EXPERTS: tl.co
     experts = tl.arange(0, EXPERTS)
     there = (token[:, None] < tokens) & (experts[None, :] < experts_known)
     left = tl.load(scores + token[:, None] * experts_known + experts[None, :], mask=there, other=float("-inf"))
-    # What is no number is nobody's best, or the highest could be an expert that does not exist.
+    # NaN is never the best; otherwise the highest could be an expert that does not exist.
     left = tl.where(left == left, left, float("-inf"))
     for choice in tl.static_range(K):
         best = tl.argmax(left, 1)
@@ -28,7 +28,8 @@ def _best(scores, chosen, tokens, experts_known, K: tl.constexpr, EXPERTS: tl.co
 
 
 def topk_experts_fused(scores: Tensor, k: int) -> Tensor:
-    """The experts of the k highest scores of each token, [..., experts] to [..., k], the highest first, of equals the first."""
+    """The experts of the k highest scores of each token, [..., experts] to [..., k], highest first; of equal scores the first
+    expert."""
     scores = scores.contiguous()
     experts = scores.shape[-1]
     tokens, width = scores.numel() // experts, triton.next_power_of_2(experts)

@@ -1,8 +1,8 @@
 """Quantisation to fp8 in as few passes over memory as possible: the amax of a tensor in one read; a tile read once, scaled and
-written as it is, transposed, or both, since fp8 GEMMs take each operand by its rows only; a row's amax and its cast in one
-program. Nothing here waits for the device: scales are made where they are used, from the bits of the amax.
-A tile stored both ways is wrong in every fourth transposed row where NVIDIA's assembler 12.8 made it of 32-bit numbers (a known
-fault, triton-lang/triton#11111): whether one kernel may do both is tried out before it is first relied on.
+written as stored, transposed, or both, since fp8 GEMMs take each operand by its rows only; a row's amax and its cast in one
+program. Nothing here needs a host sync: kernels compute scales where they use them, from the bits of the amax.
+A tile stored both ways is wrong in every fourth transposed row where NVIDIA's assembler 12.8 built it from 32-bit values (a known
+bug, triton-lang/triton#11111). So whether one kernel may do both is tested before it is first relied on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 SCAN = 4096
-"""Elements that a program reads together to find the amax, and how often it does."""
+"""Elements that a program reads at once to find the amax, and (`SCANS`) how many times."""
 SCANS = 8
 TILE = (64, 128)
 """Rows and columns that a program casts."""
@@ -24,7 +24,7 @@ TILE_WARPS = 4
 ROW = 8192
 """Elements of a row that are held at once."""
 COLUMNS = 64
-"""Columns that a program transposes and scales anew."""
+"""Columns that a program transposes and rescales."""
 
 
 def top(dtype: torch.dtype) -> int:
@@ -34,13 +34,13 @@ def top(dtype: torch.dtype) -> int:
 
 @triton.jit
 def _bits(x):  # type: ignore[no-untyped-def]
-    """The size of numbers as integers: those order alike, and what is not a number is the largest."""
+    """The magnitudes of numbers as integers: they have the same order, and NaN is the largest."""
     return tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _exponent(bits, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The exponent, biased, of the power of two that `scale_of` gives."""
+    """The biased exponent of the power of two that `scale_of` returns."""
     over = tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)
     return tl.maximum((bits >> 23) - TOP + over, 27)
 
@@ -141,7 +141,7 @@ def _transpose(  # type: ignore[no-untyped-def]
         row = (first + tl.arange(0, HEIGHT)).to(tl.int64)
         inside = (row < ROWS)[:, None] & (column < columns)[None, :]
         value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
-        value = tl.trans(value.to(tl.float32).to(tl.bfloat16)).to(tl.float32)  # in which 8 bits fit
+        value = tl.trans(value.to(tl.float32).to(tl.bfloat16)).to(tl.float32)  # bfloat16 holds fp8 exactly
         value *= tl.load(scale + row, mask=row < ROWS, other=0.0)[None, :]
         cast = (value * _factor(exponent)[:, None]).to(out.dtype.element_ty)
         inside = (column < columns)[:, None] & (row < ROWS)[None, :]
@@ -149,7 +149,7 @@ def _transpose(  # type: ignore[no-untyped-def]
 
 
 def amax_fused(x: Tensor) -> Tensor:
-    """The largest size of the numbers of a contiguous tensor, in float32."""
+    """The largest magnitude in a contiguous tensor, in float32."""
     out = torch.zeros((), dtype=torch.int32, device=x.device)
     programs = triton.cdiv(x.numel(), SCAN * SCANS)
     if programs:
@@ -160,7 +160,7 @@ def amax_fused(x: Tensor) -> Tensor:
 def cast_fused(
     x: Tensor, amax: Tensor, dtype: torch.dtype, plain: bool, transposed: bool, tile: tuple[int, int] = TILE
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`quantize.cast_reference` in one pass, or in two where one would be wrong."""
+    """`scaled.cast_reference` in one pass, or in two where one would be wrong."""
     rows, columns = x.shape
     as_it_lies = torch.empty((rows, columns) if plain else (0,), dtype=dtype, device=x.device)
     by_column = torch.empty((columns, rows) if transposed else (0,), dtype=dtype, device=x.device)
@@ -185,7 +185,7 @@ def _launch_cast(
 
 @cache
 def one_pass_is_right(given: torch.dtype, dtype: torch.dtype, device: torch.device, tile: tuple[int, int]) -> bool:
-    """Whether, as it is compiled here, the kernel writes a matrix as stored and transposed together as it does one by one."""
+    """Whether the kernel, as compiled here, writes a matrix as stored and transposed together the same as one by one."""
     rows, columns = (2 * side for side in tile)
     x = torch.linspace(-1, 1, rows * columns, device=device).view(rows, columns).to(given)
 
@@ -205,7 +205,7 @@ def one_pass_is_right(given: torch.dtype, dtype: torch.dtype, device: torch.devi
 
 
 def cast_rows_fused(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`quantize.cast_rows_reference` in one pass."""
+    """`scaled.cast_rows_reference` in one pass."""
     rows, columns = x.shape
     out = torch.empty_like(x, dtype=dtype)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
@@ -216,7 +216,7 @@ def cast_rows_fused(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def transpose_fused(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize.transpose_reference` in two readings of 8 bits, the second from the cache."""
+    """`scaled.transpose_reference` in two reads of the fp8 matrix, the second from the cache."""
     rows, columns = x.shape
     out = torch.empty(columns, rows, dtype=x.dtype, device=x.device)
     out_scale = torch.empty(columns, 1, dtype=torch.float32, device=x.device)

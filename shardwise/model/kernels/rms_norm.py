@@ -1,4 +1,4 @@
-"""RMSNorm of rows, each by one program. PyTorch's own takes twice as long for the few hundred rows of a decoding step."""
+"""RMSNorm of rows, each by one program. PyTorch's kernel takes twice as long for the few hundred rows of a decode step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Drawing the next token of each row of logits on a GPU, without sorting the vocabulary: adding Gumbel noise to the scores and
-taking the largest draws from their softmax (Gumbel 1954). The noise is a hash of the row's words and the token, as in
+"""Samples the next token of each row of logits on a GPU, without sorting the vocabulary: adding Gumbel noise to the scores and
+taking the largest samples from their softmax (Gumbel 1954). The noise is a hash of the row's two words and the token, as in
 `serve/sampler.py`.
 
-Cuts become one threshold on the scores. Top-k and top-p are found by halving: 32 times over a row that stays in the cache.
+Top-k, top-p and min-p become one threshold on the scores. Top-k and top-p are found by bisection: 32 passes over a row that stays
+in the cache.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 @triton.jit
 def _uniform(token, word1, word2):  # type: ignore[no-untyped-def]
-    """Numbers between 0 and 1, of tokens int32 and the two words of a row."""
+    """Numbers between 0 and 1, from int32 tokens and the two words of a row."""
     x = token * -1640531535 ^ word1
     x = (x ^ ((x >> 16) & 0xFFFF)) * 2146121005 ^ word2
     x = (x ^ ((x >> 15) & 0x1FFFF)) * -2073254261
@@ -25,14 +26,14 @@ def _uniform(token, word1, word2):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gumbel(v):  # type: ignore[no-untyped-def]
-    """-log(-log(1 - v)); what wins has a small v, so its series stands there for the logarithm."""
+    """-log(-log(1 - v)). The winner has a small v, so a series replaces the inner logarithm there."""
     series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * 0.25)))
     return -tl.log(tl.where(v < 0.015625, series, -tl.log(1.0 - v)))
 
 
 @triton.jit
 def _gumbel_below(v):  # type: ignore[no-untyped-def]
-    """What the noise of `v` does not exceed: -log(1 - v) is at least v, and a float's bits as an integer are its logarithm to a few
+    """An upper bound of the noise of `v`: -log(1 - v) is at least v, and a float's bits as an integer are its logarithm to a few
     hundredths."""
     return (v.to(tl.int32, bitcast=True).to(tl.float32) * 1.1920928955078125e-07 - 126.999) * -0.6931471
 
@@ -79,7 +80,7 @@ def _pick(  # type: ignore[no-untyped-def]
             score = tl.where(logit >= threshold, score, float("-inf"))
         v = _uniform(token, word1, word2)
         bound = score + _gumbel_below(v) if temperature > 0 else score
-        # Logarithms are made only where one of these may win, which soon is seldom.
+        # Logarithms are computed only where one of these tokens may win, which soon becomes rare.
         if tl.max(bound, 0) > highest:
             if temperature > 0:
                 score += _gumbel(v)
@@ -88,10 +89,11 @@ def _pick(  # type: ignore[no-untyped-def]
                 best = tl.min(tl.where(score == higher, token, 2147483647), 0)
                 highest = higher
     token = best
-    # A score that is no number is the largest of all, and no score at all the smallest: both give -1.
+    # A NaN or +inf score counts as the largest of all, and a row without any score as the smallest: both return -1.
     if tl.max(wrong.to(tl.int32), 0) > 0:
         highest = float("inf")
-    # The score above the token in one number, of equal scores the first token: whoever comes last finds the largest.
+    # Score and token in one integer, the score on top; of equal scores the first token wins. The last program to
+    # arrive reads the largest.
     packed = (_ordered(highest).to(tl.int64) << 32) | (2147483647 - token).to(tl.int64)
     tl.atomic_max(BEST + row, packed, sem="acq_rel")
     if tl.atomic_add(ARRIVED + row, 1, sem="acq_rel") == SPLITS - 1:
@@ -106,7 +108,7 @@ def _pick(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weight_above(at, vocab, low, highest, inverse, COUNTS: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many logits of a row reach a bound, which is ordered as an integer; or what they weigh in the softmax."""
+    """How many logits of a row reach a bound, given as an ordered integer; or their weight in the softmax."""
     total = tl.zeros((N,), tl.float32)
     for first in range(0, vocab, N):
         token = first + tl.arange(0, N)
@@ -120,7 +122,7 @@ def _weight_above(at, vocab, low, highest, inverse, COUNTS: tl.constexpr, N: tl.
 def _largest_reached(  # type: ignore[no-untyped-def]
     at, vocab, least, wanted, highest, inverse, COUNTS: tl.constexpr, N: tl.constexpr
 ):
-    """The largest bound, from `least` on, that logits of at least the wanted number or weight reach: by halving."""
+    """The largest bound, from `least` on, that is reached by logits of at least the wanted number or weight: by bisection."""
     low, high = _ordered(least).to(tl.int64), _ordered(highest).to(tl.int64)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -149,7 +151,7 @@ def _find_threshold(  # type: ignore[no-untyped-def]
     threshold = tl.full((), float("-inf"), tl.float32)
     if (k > 0) & (k < vocab):
         threshold = _largest_reached(at, vocab, lowest, k.to(tl.float32), highest, inverse, True, N)
-    if p < 1:  # of the mass that the first cut left
+    if p < 1:  # of the mass that top-k left
         wanted = p * _weight_above(at, vocab, _ordered(threshold).to(tl.int64), highest, inverse, False, N)
         threshold = _largest_reached(at, vocab, tl.maximum(threshold, lowest), wanted, highest, inverse, False, N)
     if least > 0:
@@ -161,7 +163,7 @@ def _find_threshold(  # type: ignore[no-untyped-def]
 def _token_logprob(  # type: ignore[no-untyped-def]
     LOGITS, TOKENS, TEMPERATURE, HIGHEST, TOTAL, CHOSEN, vocab, row0, SPLITS: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    """Of a part of a row: its largest score, and the sum of the exponentials less that; and the score of the row's token."""
+    """For one split of a row: its largest score, and the sum of exponentials relative to it; and the score of the row's token."""
     row, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
     temperature = tl.load(TEMPERATURE + row)
     chosen = tl.maximum(tl.load(TOKENS + row), 0)
@@ -183,8 +185,8 @@ def _token_logprob(  # type: ignore[no-untyped-def]
 
 
 def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
-    """Logarithm of the probability of one token of each row [rows, vocabulary], of scores divided by the row's temperature, in
-    float32; of all rows no more is written than that."""
+    """Log-probability of one token of each row [rows, vocabulary], with scores divided by the row's temperature, in float32. No
+    tensor of the size of the logits is written."""
     rows, vocab = logits.shape
     splits = max(1, min(32, triton.next_power_of_2(264 // max(1, rows))))
     highest, total = torch.empty(2, rows, splits, dtype=torch.float32, device=logits.device).unbind()
@@ -197,7 +199,7 @@ def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor
 
 
 class Picking:
-    """Memory in which programs of one row find the largest of their scores."""
+    """Memory in which the programs of a row find their largest score."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.best = torch.full((rows,), -9223372036854775807, dtype=torch.int64, device=device)
@@ -208,22 +210,22 @@ def pick(
     logits: Tensor, slots: Tensor, positions: Tensor, ahead: int, temperature: Tensor, seed: Tensor, threshold: Tensor | None,
     last: Tensor, picking: Picking,
 ) -> Tensor:  # fmt: skip
-    """A token for each row [rows, vocabulary]: the likeliest at temperature 0, else drawn from the softmax of those whose logit
-    reaches the threshold. Temperatures and seeds (int64) are those of the rows' slots; the draw is that of the position so far
-    `ahead`. Also written to `last`, by slot."""
+    """A token for each row [rows, vocabulary]: the likeliest at temperature 0, otherwise sampled from the softmax of the tokens
+    whose logit reaches the threshold. Temperatures and seeds (int64) are those of the rows' slots; the random draw is that of the
+    row's position plus `ahead`. The token is also written to `last`, by slot."""
     rows, vocab = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     splits = max(1, min(32, triton.next_power_of_2(264 // rows)))
     _pick[splits, rows](
         logits, slots, positions, temperature, seed, temperature if threshold is None else threshold, picking.best, picking.arrived,
         out, last, vocab, logits.stride(0), ahead, CUT=threshold is not None, SPLITS=splits, N=4096, num_warps=8,
-        enable_fp_fusion=False,  # or a draw's last bit could depend on what others in the batch ask for
+        enable_fp_fusion=False,  # otherwise a draw's last bit could depend on the other requests in the batch
     )  # fmt: skip
     return out
 
 
 def find_threshold(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The smallest logit of each row that the three cuts leave."""
+    """The smallest logit of each row that passes the three cuts."""
     rows, vocab = logits.shape
     out = temperature.new_empty(rows)
     _find_threshold[(rows,)](

@@ -1,9 +1,9 @@
 """Mixture of experts (MoE): a router sends each token to its top-k feed-forward layers. No token is dropped, unless a capacity is
 set; then a choice whose expert is full has weight zero.
 
-Dispatch lays tokens in the order of their experts, each expert works on contiguous rows, and combine brings the results back by
-the inverse order: permutations only, so that sums, and with them two runs, are identical to the bit. On a GPU kernels dispatch and
-combine (`ops.py`) and one grouped GEMM does all experts, so that the host never waits for the choices.
+Dispatch orders tokens by expert, each expert works on contiguous rows, and combine applies the inverse permutation. Only
+permutations are used, so sums have a fixed order and two runs are identical to the bit. On a GPU, kernels dispatch and combine
+(`ops.py`) and one grouped GEMM computes all experts, so the choices need no host sync.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def scores_of(function: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
 
 
 def total_of(x: Tensor) -> Tensor:
-    """The sum of the last dimension, which stays."""
+    """The sum over the last dimension, which is kept."""
     return x.sum(-1, keepdim=True)
 
 
 class Router(nn.Module):
-    """Scores every expert for every token and picks the best k. The functions `multiply`, `scores` and `total` compute it: others
-    may be put in their place.
+    """Scores every expert for every token and picks the best k. The functions `multiply`, `scores` and `total` compute it and may
+    be replaced.
 
-    Softmax as in Mixtral, or sigmoid with a selection bias as in DeepSeek-V3 (2024, section 2.1.2): the bias decides who is
-    chosen but not with what weight, and is moved after each step towards even load, outside of the gradient.
+    Softmax as in Mixtral, or sigmoid with a selection bias as in DeepSeek-V3 (2024, section 2.1.2): the bias decides which experts
+    are chosen but not their weights. It is moved after each step towards even load, outside of the gradient.
     """
 
     bias: Tensor
@@ -61,7 +61,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
         if config.router == "sigmoid":
             self.register_buffer("bias", torch.zeros(config.experts))
-        # Tokens each expert was given since the last `rebalance`; not counted while a forward pass is recomputed.
+        # Tokens routed to each expert since the last `rebalance`; not counted while a forward pass is recomputed.
         self.register_buffer("load", torch.zeros(config.experts), persistent=False)
         self.counting = True
 
@@ -100,11 +100,11 @@ class Router(nn.Module):
         return weights * c.router_scale, chosen, torch.stack((balance, z))
 
     def over_sequence(self, counts: Tensor, probabilities: Tensor, length: int) -> tuple[Tensor, Tensor, int]:
-        """Sums over this rank's tokens [batch, experts] as sums over whole sequences, and their length."""
+        """Sums over whole sequences from sums over this rank's tokens [batch, experts], and the sequences' length."""
         return counts, probabilities, length
 
     def within_capacity(self, chosen: Tensor) -> Tensor:
-        """Which choices [batch, sequence, k] an expert still has room for, the earliest tokens of a sequence first."""
+        """Which choices [batch, sequence, k] are within their expert's capacity, the earliest tokens of a sequence first."""
         c = self.config
         capacity = expert_capacity(c, chosen.shape[1])
         taken = F.one_hot(chosen.flatten(1), c.experts).cumsum(dim=1)
@@ -122,7 +122,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, rate: float) -> None:
-        """Move the selection bias by `rate` towards the experts that got less than the mean, and count anew."""
+        """Move the selection bias by `rate` in favour of experts below the mean load, and reset the counts."""
         if self.config.router == "sigmoid" and rate:
             self.bias += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
@@ -132,18 +132,18 @@ ReadCounts = Callable[[Tensor, int], list[list[int]]]
 
 
 def read_counts(counts: Tensor, total: int) -> list[list[int]]:
-    """Rows of counts that each add up to `total`, as integers the host can cut tensors and messages by; it waits for the device."""
+    """Rows of counts that each add up to `total`, as host integers to split tensors and messages by; this is a host sync."""
     return counts.tolist()
 
 
 def uses_grouped_gemm(x: Tensor, weight: Tensor) -> bool:
-    """Whether one kernel multiplies the rows of all experts; it wants matrices whose rows are multiples of 16 bytes."""
+    """Whether one kernel multiplies the rows of all experts; it needs matrices whose rows are multiples of 16 bytes."""
     return x.is_cuda and x.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows of `x`, each expert's up to its end (int32), times that expert's matrix [out, in]. What is beyond the last end is
-    not computed. Neither the GEMM nor its gradients copy the matrices: all of them take either order of storage."""
+    """Rows of `x` times their experts' matrices [out, in]; `ends` (int32) says where each expert's rows end. Rows beyond the last
+    end are not computed. Neither the GEMM nor its gradients copy the matrices: all of them accept either memory order."""
     return F.grouped_mm(x, weight.to(x.dtype).transpose(-2, -1), offs=ends)
 
 
@@ -159,21 +159,21 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, read: ReadCounts =
 
 
 class RowsOfExperts(NamedTuple):
-    """What is known of rows in the order of their experts: how many each has, and where dropout is drawn, the numbers of tokens."""
+    """Metadata of rows ordered by expert: how many each expert has and, with dropout, the random numbers of their tokens."""
 
     counts: Tensor
     keys: Tensor | None = None
 
 
 def experts_of(counts: Tensor, rows: int) -> Tensor:
-    """The expert of each row; rows beyond those counted are given to the last."""
+    """The expert of each row; rows beyond those counted are assigned to the last."""
     places = torch.arange(rows, device=counts.device)
     return torch.searchsorted(counts.cumsum(0), places, right=True).clamp_(max=len(counts) - 1)
 
 
 class ScaledRows(torch.autograd.Function):
-    """Rows in the order of their experts, each times a vector of its expert's, [expert, width]. The gradient of the vectors is a
-    sum over the rows of each expert in their order, so that two runs are identical to the bit."""
+    """Rows ordered by expert, each times its expert's vector, [expert, width]. The gradient of the vectors sums the rows of each
+    expert in order, so that two runs are identical to the bit."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
@@ -189,14 +189,15 @@ class ScaledRows(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """The routed experts' matrices, stacked [expert, out, in]. `read_counts` brings counts to the host; a dry run, which has no
-    data to read, gives another. `multiply`, where there is one, takes the place of `grouped_linear`; `gated` may be replaced."""
+    """The routed experts' matrices, stacked [expert, out, in]. `read_counts` copies counts to the host; a dry run, which has no
+    data to read, replaces it. `multiply`, if set, replaces `grouped_linear`; `gated` may be replaced too."""
 
     read_counts: ReadCounts = staticmethod(read_counts)
     multiply: Callable[[Tensor, Tensor, Tensor, ReadCounts], Tensor] | None = None
     gated: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor] = staticmethod(gated)
     frozen_multiply: Callable[[str, Tensor, Tensor], Tensor] | None = None
-    """Where the matrices are kept in another form (`quantized/nf4.py`): rows times those of a part, by its name and the counts."""
+    """Set where the matrices are stored in another form (`quantized/nf4.py`): takes a part's name, rows and counts, and
+    multiplies."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -205,10 +206,10 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(shape))
         self.down = nn.Parameter(torch.empty(config.experts, config.hidden, config.expert_ffn))
         self.lora: Any = None
-        """Adapters of these matrices, whose output is added."""
+        """Adapters of these matrices; their output is added."""
 
     def forward(self, x: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Rows in the order of their experts, `counts` of them for each; `keys` are those of their tokens, for dropout."""
+        """Rows ordered by expert, `counts` of them for each; `keys` are their tokens' random numbers, for dropout."""
         plain = self.lora is None and self.multiply is None and self.frozen_multiply is None
         if plain and uses_grouped_gemm(x, self.gate):
             return self._grouped(x, counts.cumsum(0, dtype=torch.int32))
@@ -232,32 +233,33 @@ class Experts(nn.Module):
         if self.gate.dtype == x.dtype:
             gate, up = grouped_gemm(x, self.gate, ends), grouped_gemm(x, self.up, ends)
         else:
-            # Cast side by side, gate and up are one GEMM, and so is the gradient of `x`, which would otherwise be a sum of two.
+            # Concatenated, gate and up are one GEMM, and so is the gradient of `x`, which would otherwise be a sum of
+            # two.
             both = torch.cat((self.gate.to(x.dtype), self.up.to(x.dtype)), dim=1)
             gate, up = grouped_gemm(x, both, ends).chunk(2, dim=-1)
         return grouped_gemm(F.silu(gate) * up, self.down, ends)
 
 
 def dispatched_keys(keys: Tensor, places: Tensor, rows: int) -> Tensor:
-    """Numbers of tokens in the order of their experts, by the place of each choice [tokens, k]."""
+    """The tokens' random numbers ordered by expert, from the row index of each choice [tokens, k]."""
     spread = keys[:, None].expand_as(places).flatten()
-    sent = torch.where(places < 0, rows, places).flatten().long()  # choices without a place behind all others
+    sent = torch.where(places < 0, rows, places).flatten().long()  # choices without a row go behind all others
     return keys.new_zeros(rows + 1).scatter_(0, sent, spread)[:rows]
 
 
 def combine_reference(rows: Tensor, weights: Tensor) -> Tensor:
-    """The results of a token's experts [tokens, k, width], added up by weight [tokens, k]."""
+    """The sum of each token's expert outputs [tokens, k, width], weighted by [tokens, k]."""
     return (rows * weights[..., None].to(rows.dtype)).sum(dim=1)
 
 
 class MoE(nn.Module):
-    """Router, routed experts and, where the model has them, shared experts that every token passes. `combine` adds up a token's
-    experts where no kernel does: another function may be put in its place."""
+    """Router, routed experts and, where the model has them, shared experts that every token passes. `combine` sums a token's
+    expert outputs where no kernel does, and may be replaced by another function."""
 
     combine: Callable[[Tensor, Tensor], Tensor] = staticmethod(combine_reference)
 
     accepted: Callable[[Tensor], Tensor] = staticmethod(lambda weights: weights.nonzero()[:, 0])
-    """The choices that have a weight; a run without data puts another function in its place."""
+    """The choices with a nonzero weight; a run without data replaces this function."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -275,22 +277,23 @@ class MoE(nn.Module):
         return out, auxiliary
 
     def token_keys(self) -> Tensor | None:
-        """The numbers of this rank's tokens that the adapters of experts draw dropout by, [tokens], where they do."""
+        """The random numbers of this rank's tokens, [tokens], by which the experts' adapters draw dropout; None without
+        dropout."""
         lora = self.experts.lora
         if lora is None or not lora.dropout or not lora.enabled or not self.training:
             return None
         return self.own_tokens(lora.tokens.keys).flatten()
 
     def own_tokens(self, keys: Tensor) -> Tensor:
-        """Of numbers of tokens [batch, sequence], those that this rank routes."""
+        """The random numbers of the tokens that this rank routes, out of those of all [batch, sequence]."""
         return keys
 
     def forward_routed(self, x: Tensor, weights: Tensor, chosen: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Each token [tokens, hidden] through its k experts, added up by weight."""
+        """The weighted sum of each token's [tokens, hidden] k expert outputs."""
         if not has_fused_kernels(x):
             return self.forward_routed_reference(x, weights, chosen, keys)
         experts = self.router.config.experts
-        if self.router.config.expert_capacity:  # choices without weight are not sent: to an expert that does not exist
+        if self.router.config.expert_capacity:  # choices of weight 0 go to an expert that does not exist: no row
             chosen = chosen.masked_fill(weights.detach() == 0, experts)
         places, counts = sort_by_expert(chosen, experts)
         rows = dispatch(x, places, chosen.numel())
@@ -301,14 +304,14 @@ class MoE(nn.Module):
     def forward_routed_reference(
         self, x: Tensor, weights: Tensor, chosen: Tensor, keys: Tensor | None = None
     ) -> Tensor:
-        """The same, one operation after the other."""
+        """The same in plain PyTorch operators."""
         (tokens, k), experts = chosen.shape, self.router.config.experts
         flat = chosen.flatten()
         if self.router.config.expert_capacity:
             return self._forward_within_capacity(x, weights, flat, keys)
         order = flat.argsort(stable=True)
         counts = torch.zeros(experts, dtype=flat.dtype, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-        # Copies first, then a permutation: its gradient is a permutation too, and the sum over copies is in a fixed order.
+        # Copy first, then permute: the gradient is a permutation too, and the sum over copies has a fixed order.
         copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
         keys = None if keys is None else keys[order // k]
         done = self.run_experts(copies.index_select(0, order), counts, keys)
@@ -316,7 +319,7 @@ class MoE(nn.Module):
         return self.combine(done.index_select(0, back).view(tokens, k, -1), weights)
 
     def _forward_within_capacity(self, x: Tensor, weights: Tensor, flat: Tensor, keys: Tensor | None = None) -> Tensor:
-        """The same when experts have a capacity: choices without weight are not sent at all."""
+        """The same when experts have a capacity: choices of weight 0 are not dispatched at all."""
         tokens, k = weights.shape
         accepted = self.accepted(weights.detach().flatten())
         order = accepted[flat[accepted].argsort(stable=True)]
@@ -328,5 +331,5 @@ class MoE(nn.Module):
         return self.combine(torch.zeros_like(copies).index_copy(0, order, done).view(tokens, k, -1), weights)
 
     def run_experts(self, rows: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Rows in the order of their experts, `counts` of them for each, through those experts; rows beyond belong to none."""
+        """Rows ordered by expert, `counts` of them for each, through those experts; rows beyond the counts belong to none."""
         return self.experts(rows, counts, keys)

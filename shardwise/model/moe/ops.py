@@ -1,6 +1,6 @@
-"""Top-k, dispatch and combine of an MoE layer as operators that are opaque to the compiler: `kernels/` has the kernels, this file
-their shapes and gradients. Each choice of each token has a place among the rows; everything else follows from the places, so they
-alone are saved for the backward pass. Only the device knows how many rows an expert has.
+"""Top-k, dispatch and combine of an MoE layer as custom operators, opaque to the compiler: `kernels/` has the kernels, this file
+their shapes and gradients. Each choice of each token has a row index, its place. All routing follows from these places, so no
+other routing tensor is saved for the backward pass. Only the device knows how many rows an expert has.
 
 The reference implementation is PyTorch's `topk` and `MoE.forward_routed_reference`.
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 def has_fused_kernels(x: Tensor) -> bool:
-    """Whether rows like these are moved by the kernels: on a GPU, in a dtype that may be added up in float32."""
+    """Whether the kernels move rows like these: on a GPU, in a dtype that may be summed in float32."""
     return x.is_cuda and x.dtype != torch.float64
 
 
 @torch.library.custom_op("shardwise::topk_experts", mutates_args=(), schema="(Tensor scores, int k) -> Tensor")
 def topk_experts(scores: Tensor, k: int) -> Tensor:
-    """The experts of the k highest scores, [..., experts] to [..., k]; of equal ones the first."""
+    """The experts of the k highest scores, [..., experts] to [..., k]; of equal scores the first expert wins."""
     from shardwise.model.kernels.moe_topk import topk_experts_fused
 
     return topk_experts_fused(scores, k)
@@ -35,9 +35,9 @@ def _(scores: Tensor, k: int) -> Tensor:
     "shardwise::sort_by_expert", mutates_args=(), schema="(Tensor chosen, int experts) -> (Tensor, Tensor)"
 )
 def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The place of each choice [tokens, k] among rows in the order of experts, and how many rows each expert has.
+    """The row index of each choice [tokens, k] when rows are ordered by expert, and how many rows each expert has.
 
-    Choices of one expert stay in order. A choice of an expert that does not exist has no place, -1, and no row.
+    Choices of one expert stay in order. A choice of an expert that does not exist has index -1 and no row.
     """
     from shardwise.model.kernels.moe_sort import sort_by_expert_fused
 
@@ -53,7 +53,7 @@ def _(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     "shardwise::dispatch", mutates_args=(), schema="(Tensor x, Tensor places, SymInt rows) -> Tensor"
 )
 def dispatch(x: Tensor, places: Tensor, rows: int) -> Tensor:
-    """Each token [tokens, width] at each of its places [tokens, k] among so many rows; rows without a token are undefined."""
+    """Copy each token [tokens, width] to its row indices [tokens, k] among `rows` rows; rows without a token are undefined."""
     from shardwise.model.kernels.moe_dispatch import dispatch_fused
 
     return dispatch_fused(x, places, rows)
@@ -66,7 +66,7 @@ def _(x: Tensor, places: Tensor, rows: int) -> Tensor:
 
 @torch.library.custom_op("shardwise::combine", mutates_args=(), schema="(Tensor rows, Tensor places) -> Tensor")
 def combine(rows: Tensor, places: Tensor) -> Tensor:
-    """The rows at the places of each token, added up in the order of its choices."""
+    """For each token, the sum of the rows at its indices, in the order of its choices."""
     from shardwise.model.kernels.moe_dispatch import combine_fused
 
     return combine_fused(rows, places)
@@ -81,7 +81,7 @@ def _(rows: Tensor, places: Tensor) -> Tensor:
     "shardwise::combine_weighted", mutates_args=(), schema="(Tensor rows, Tensor places, Tensor weights) -> Tensor"
 )
 def combine_weighted(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """The rows at the places of each token, added up by weight [tokens, k]."""
+    """For each token, the sum of the rows at its indices, weighted by [tokens, k]."""
     from shardwise.model.kernels.moe_dispatch import combine_fused
 
     return combine_fused(rows, places, weights)

@@ -1,9 +1,9 @@
 """A router's GEMM on a GPU: 16-bit tokens times float32 weights, nearly as exact as float32 and as fast as 16 bits.
 
-A float32 value is the sum of three bfloat16 values, to the last bit. The product of two bfloat16 values is exact in float32, in
-which the tensor cores accumulate. So the three parts of the few weights are laid side by side, one bfloat16 GEMM reads the tokens
-once, as they are, and three columns are added up for each expert. The reference implementation, in `Router`, casts the tokens to
-float32, saves that copy, and multiplies without the tensor cores.
+A float32 value is exactly the sum of three bfloat16 values. The product of two bfloat16 values is exact in float32, in which the
+tensor cores accumulate. So the three parts of the small weight matrix are concatenated, one bfloat16 GEMM reads the tokens once,
+uncast, and three columns are added up for each expert. The reference implementation, in `Router`, casts the tokens to float32,
+saves that copy, and multiplies without the tensor cores.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 def multiplies(x: Tensor) -> bool:
-    """Whether tokens like these are multiplied in parts."""
+    """Whether tokens like these are multiplied by weights split into parts."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
 def in_parts(x: Tensor) -> list[Tensor]:
-    """Numbers of bfloat16 that add up to these: one where they have 16 bits, three of float32."""
+    """bfloat16 tensors that add up to `x`: one if it is bfloat16, three if it is float32."""
     if x.dtype == torch.bfloat16:
         return [x]
     high = x.to(torch.bfloat16)
@@ -30,7 +30,7 @@ def in_parts(x: Tensor) -> list[Tensor]:
 
 
 def _wide(left: Tensor, right: Tensor) -> Tensor:
-    """A product of bfloat16, in float32."""
+    """The product of bfloat16 matrices, in float32."""
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
@@ -54,7 +54,7 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
 def router_grad_input(gradient: Tensor, weight: Tensor) -> Tensor:
     """Gradients [tokens, experts] times weights [experts, hidden], in bfloat16.
 
-    The result is rounded to 8 bits, so the largest parts and the products of the next ones with them are enough.
+    The result is rounded to 8 bits, so the product of the largest parts and those of each with the other's second part are enough.
     """
     (high, middle, _), (top, *low) = in_parts(gradient), in_parts(weight)
     left, right = (

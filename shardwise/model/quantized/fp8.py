@@ -1,16 +1,16 @@
-"""fp8 GEMMs in the place of the 16-bit ones inside of blocks. Parameters stay float32 and are quantised from there; norms,
-attention, routers, experts, embedding and head keep their precision, and so do shapes that are not multiples of 16, which the
-hardware does not take.
+"""fp8 GEMMs instead of the 16-bit ones inside blocks. Parameters stay float32 and are quantised from there. Norms, attention,
+routers, experts, embedding and head keep their precision, and so do GEMMs whose shapes are not multiples of 16, which the hardware
+does not support.
 
-A step takes three GEMMs: x Wᵀ, and backward dy W and dyᵀ x. Scales are those of the very tensors multiplied, found each time.
-`tensorwise`: one scale a tensor, all three in fp8; gradients in e5m2, whose range one scale for all tokens needs (Micikevicius et
-al. 2022). `rowwise`: a scale for each token and each row of the matrix, so that e4m3 has range enough for gradients too. The
-weight's gradient is a sum over all tokens, whose scales would have to be found along the other side of both operands, by two more
-passes over them. So it stays in 16 bits, as in torchao's recipe of that kind: more exact, and a third of the GEMMs slower, which
-is the price of this scaling.
-The hardware takes both operands by rows along the dimension summed over. So dyᵀ x needs both transposed, which the pass that casts
-them does; the backward pass then saves the transposed fp8 input in the place of the 16-bit one.
-Accumulation is in full precision in the backward pass: its sums are long, over all tokens for the weight.
+A step takes three GEMMs: x Wᵀ, and backward dy W and dyᵀ x. Scales are computed each time from the very tensors multiplied.
+`tensorwise`: one scale a tensor, all three in fp8; gradients in e5m2, since one scale for all tokens needs its range (Micikevicius
+et al. 2022). `rowwise`: a scale for each token and each row of the matrix, so that e4m3 has range enough for gradients too. The
+weight's gradient is a sum over all tokens, so its scales would have to be computed along the other dimension of both operands, by
+two more passes over them. So it stays in 16 bits, as in torchao's recipe of that kind. That is more exact, but a third of the
+GEMMs are slower, which is the price of this scaling.
+The hardware takes both operands by rows along the dimension summed over. So dyᵀ x needs both transposed, which the casting pass
+does; the transposed fp8 input is then saved for backward instead of the 16-bit one.
+The backward pass accumulates in full precision: its sums are long, over all tokens for the weight.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from shardwise.run.derive import FP8_ALIGNMENT
 def scaled_mm(
     left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
-    """`left` [m, k] times `right` [n, k] transposed, both fp8 and by rows; `fast` accumulates in lower precision."""
+    """`left` [m, k] times `right` [n, k] transposed, both fp8 and row-major; `fast` accumulates in lower precision."""
     if not left.is_cuda:  # PyTorch has it for CPUs, a thousand times slower than plain operations
         return scaled_mm_reference(left, right.t(), *scales, dtype)
     return torch_private.scaled_mm(left, right.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
 
 
 class ScaledMM(Protocol):
-    """What multiplies two fp8 matrices, as the function above does."""
+    """A function that multiplies two fp8 matrices, as the one above does."""
 
     def __call__(
         self, left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False
@@ -58,9 +58,9 @@ class ScaledMM(Protocol):
 
 
 class LastQuantized:
-    """What the last tensor was quantised to, so that several matrices with one input quantise it once.
+    """Caches the quantised form of the last tensor, so that several matrices with one input quantise it once.
 
-    The compiler sees by itself that it would compute the same thing again, so this is for what is not compiled.
+    The compiler finds such repeated computations by itself, so this is for code that is not compiled.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class LastQuantized:
         self.made: tuple[Tensor, ...] | None = None
 
     def of(self, x: Tensor, make: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What `make` makes of it, which must be the same function each time."""
+        """The result of `make` on `x`; `make` must be the same function each time."""
         if torch.compiler.is_compiling():
             return make(x)
         if self.made is None or self.last is None or self.last() is not x or self.version != torch_private.version(x):
@@ -78,7 +78,7 @@ class LastQuantized:
         return self.made
 
     def forget(self) -> None:
-        """Let go of it."""
+        """Drop the cached tensors."""
         self.made = self.last = None
 
     def _forget(self, last: weakref.ref[Tensor]) -> None:
@@ -87,12 +87,12 @@ class LastQuantized:
 
 
 class Fp8Gemm(Gemm):
-    """An fp8 GEMM as autograd takes it; how scales are found is left to the two below."""
+    """An fp8 GEMM with its autograd function; the two subclasses below choose the scales."""
 
     def __init__(self, fallback: Gemm | None = None, multiply_fp8: ScaledMM = scaled_mm) -> None:
         self.learning, self.looking = LastQuantized(), LastQuantized()
-        self.fallback = fallback or Gemm()  # multiplies what is not in fp8
-        self.multiply_fp8 = multiply_fp8  # and what is
+        self.fallback = fallback or Gemm()  # for GEMMs that are not in fp8
+        self.multiply_fp8 = multiply_fp8  # for those that are
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         gemm = self.select(x, weight)
@@ -105,7 +105,7 @@ class Fp8Gemm(Gemm):
         return out if bias is None else out + bias.to(x.dtype)
 
     def forget(self) -> None:
-        """Let go of what the last input was quantised to."""
+        """Drop the quantised form of the last input."""
         self.learning.forget()
         self.looking.forget()
 
@@ -114,7 +114,7 @@ class Fp8Gemm(Gemm):
         return self if all(side and side % FP8_ALIGNMENT == 0 for side in sides) else self.fallback
 
     def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Rows of `x` times the matrix; nothing is made for a backward pass unless it `learns`."""
+        """Rows of `x` times the matrix; tensors for the backward pass are only made if it `learns`."""
         raise NotImplementedError
 
 
@@ -133,24 +133,24 @@ class _Fp8GemmFunction(torch.autograd.Function):
 
 
 def _size(x: Tensor) -> Tensor:
-    # The compiler finds the largest where it makes the tensor; else it is one more reading of it, by a kernel.
+    # The compiler fuses the amax into the kernel that makes the tensor; otherwise it is one more read, by a kernel.
     return amax_reference(x) if torch.compiler.is_compiling() else amax(x)
 
 
 def _quantize(x: Tensor, dtype: torch.dtype, transposed: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """A matrix in fp8, as it is and transposed, and its one scale."""
+    """A matrix in fp8, as stored and transposed, and its one scale."""
     x = x.reshape(-1, x.shape[-1]).contiguous()
     return cast(x, _size(x), dtype, True, transposed)
 
 
 def _quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A matrix in fp8 and the scales of its rows; compiled, together with what makes it."""
+    """A matrix in fp8 and the scales of its rows; when compiled, fused with the kernel that makes the matrix."""
     x = x.reshape(-1, x.shape[-1]).contiguous()
     return cast_rows_reference(x, dtype) if torch.compiler.is_compiling() else cast_rows(x, dtype)
 
 
 def _transposed(saved: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """A matrix transposed, and its scale: made in the forward pass, or now of one that was gathered in fp8."""
+    """A transposed matrix and its scale: made in the forward pass, or now from a matrix that was all-gathered in fp8."""
     if len(saved) == 2:
         return saved[0], saved[1]
     matrix = saved[0]
@@ -164,7 +164,7 @@ class TensorwiseFp8Gemm(Fp8Gemm):
     def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         recent = self.learning if learns else self.looking
         x8, x_t, x_scale = recent.of(x, lambda x: _quantize(x, E4M3, learns))
-        if isinstance(weight, Fp8Matrix):  # saved as it came, since who gathered it may let it go in between
+        if isinstance(weight, Fp8Matrix):  # saved as it is, since the gathered data may be freed in between
             w8, w_scale = weight.fp8_data, weight.scale
             w_saved: tuple[Tensor, ...] = (weight,)
         else:
@@ -186,7 +186,7 @@ class TensorwiseFp8Gemm(Fp8Gemm):
 
 
 class RowwiseFp8Gemm(Fp8Gemm):
-    """A scale a row of each operand, all in e4m3; the weight's gradient in 16 bits."""
+    """A scale for each row of both operands, all in e4m3; the weight's gradient in 16 bits."""
 
     def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         x8, x_scale = self.learning.of(x, lambda x: _quantize_rows(x, E4M3))
@@ -211,18 +211,18 @@ class RowwiseFp8Gemm(Fp8Gemm):
 
 
 GEMMS: dict[str, type[Fp8Gemm]] = {"tensorwise": TensorwiseFp8Gemm, "rowwise": RowwiseFp8Gemm}
-"""By the words of `train.fp8`."""
+"""By the values of `train.fp8`."""
 
 
 def check_fp8(scaling: str, device: torch.device) -> None:
-    """Raise a sentence where 8 bits are asked of a GPU that has none. CPUs compute the same, without being faster."""
+    """Raise an error where fp8 is asked of a GPU without it. CPUs compute the same, without being faster."""
     if scaling != "none" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         raise UserError(Problem(f"{name} multiplies nothing in 8 bits: Ada, Hopper and later do", "train.fp8"))
 
 
 def use_fp8(blocks: nn.Module, scaling: str, fallback: Gemm | None = None, multiply_fp8: ScaledMM = scaled_mm) -> None:
-    """Give the matrices of blocks fp8 GEMMs, and a fallback for shapes that fp8 does not take."""
+    """Give the matrices of blocks fp8 GEMMs, and a fallback for shapes that fp8 does not support."""
     gemm = GEMMS[scaling](fallback, multiply_fp8)
 
     def forget(*_: Any) -> None:

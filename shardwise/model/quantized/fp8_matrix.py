@@ -1,7 +1,8 @@
-"""A matrix of which only fp8 data and scales are held: what a parameter is after its shards were all-gathered in fp8.
+"""A matrix stored only as fp8 data and scales: the form of a parameter after its shards were all-gathered in fp8.
 
 To autograd it is a tensor of the high-precision dtype, so that its gradient has that dtype. fp8 GEMMs take the data and the scale;
-any other operation gets the dequantised matrix. It is a tensor subclass that wraps two tensors, as PyTorch's compiler knows them.
+any other operation gets the dequantised matrix. It is a wrapper tensor subclass around two tensors, in the form that PyTorch's
+compiler supports.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch import Tensor
 from shardwise.torch_private import disabled_torch_function, tree_map_only, wrapper_subclass
 
 _VIEWS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.as_strided.default)
-"""Views of the matrix: data and scale go with them."""
+"""Views of the matrix: they are applied to the data, and keep the scale."""
 
 
 class Fp8Matrix(torch.Tensor):
-    """`fp8_data`, an fp8 matrix, times `scale`: one for all, or one for each row."""
+    """`fp8_data`, an fp8 matrix, times `scale`: one for the whole matrix, or one for each row."""
 
     fp8_data: Tensor
     scale: Tensor
@@ -43,7 +44,7 @@ class Fp8Matrix(torch.Tensor):
         return Fp8Matrix(inner["fp8_data"], inner["scale"], dtype)
 
     def dequantized(self) -> Tensor:
-        """The matrix it stands for."""
+        """The matrix in the high-precision dtype."""
         return (self.fp8_data.float() * self.scale).to(self.dtype)
 
     @classmethod

@@ -1,8 +1,9 @@
-"""GEMMs with packed matrices, and which kernel takes which.
+"""GEMMs with packed matrices, and the choice of kernel.
 
-A few rows of input take as long as reading the matrix, so its few bytes are read and multiplied in 16 bits. Of many rows the GEMM
-itself counts: where inputs may have 8 bits too it is done in 8 bits, otherwise the matrix is unpacked and multiplied as any other.
-Elsewhere than on a GPU the matrix is always unpacked first, which is what the kernels are compared with.
+With a few rows of input a GEMM takes as long as reading the matrix, so kernels read its packed bytes and multiply in 16 bits. With
+many rows the multiplication itself takes the time: where inputs may have 8 bits too, the GEMM runs in 8 bits; otherwise the matrix
+is dequantized and multiplied as any other. On other devices than GPUs the matrix is always dequantized first, which is the
+reference for the kernels.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ if TYPE_CHECKING:
     from shardwise.model.kernels.gemm.weight_only_tiles import TileScratch
 
 MOST_TILED = {"int4": 64, "int8": 256, "fp8": 64}
-"""Rows up to which packed weights are multiplied as they are read; with more, both sides in 8 bits, or an unpacked matrix, are
+"""Rows up to which packed weights are multiplied as they are read. With more, 8 bits on both sides, or a dequantized matrix, are
 faster. From `benchmarks/gpu/weight_only.py` on an H200."""
 
 
 def cast_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as integers of 8 bits, and their scales [rows, 1]."""
+    """Rows as int8, and their scales [rows, 1]."""
     scale = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
     return (x / scale).round().to(torch.int8), scale
 
 
 def rounded_rows(x: Tensor, activations: str) -> Tensor:
-    """Rows rounded to 8 bits and back."""
+    """Rows rounded to 8 bits and dequantized again."""
     if activations == "fp8":
         values, scale = cast_rows_reference(x, E4M3)
         return values.to(x.dtype) * scale.to(x.dtype)
@@ -44,12 +45,12 @@ def rounded_rows(x: Tensor, activations: str) -> Tensor:
 
 
 def quantized_linear_reference(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
-    """Rows times the matrix that the packed one stands for; rows are rounded too where its format says so."""
+    """Rows times the dequantized matrix; rows are rounded too where its format says so."""
     return F.linear(rounded_rows(x, matrix.form.activations), matrix.dequantized(x.dtype))
 
 
 class QuantizedGemm(Gemm):
-    """In the place of a `Linear`'s GEMM: multiplies packed matrices, and others as before."""
+    """Replaces a `Linear`'s GEMM: multiplies packed matrices, and others as before."""
 
     def __init__(self) -> None:
         self._scratch: TileScratch | None = None
@@ -68,7 +69,7 @@ class QuantizedGemm(Gemm):
         residual: Tensor | None = None,
         gated: str = "",
     ) -> Tensor:
-        """Rows [rows, in] times a matrix, with what stands before and after it, as `skinny_gemm` has them."""
+        """Rows [rows, in] times a matrix, with the norm before it and the gate or residual sum after it, as in `skinny_gemm`."""
         kind, rows = matrix.form.kind, len(x)
         parts = matrix.packed, matrix.scale, matrix.zero, kind
         if not (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)):
@@ -98,7 +99,7 @@ class QuantizedGemm(Gemm):
             return tiled_gemm(x, *parts, self._room(x), residual, gated)
         if kind == "int4":
             made = F.linear(x, matrix.in_packed_order(x.dtype))
-        else:  # what 8 bits hold is exact in 16, and scales belong to rows of the result
+        else:  # 8-bit values are exact in 16 bits, and each scale belongs to one column of the result
             made = (F.linear(x, matrix.packed.to(x.dtype)) * matrix.scale.t()).to(x.dtype)
         return _finished(made, residual, gated)
 
@@ -110,7 +111,7 @@ class QuantizedGemm(Gemm):
         residual: Tensor | None,
         gated: str,
     ) -> Tensor:
-        """Rows rounded to fp8 on the way, and fp8 on both sides."""
+        """Round the rows to fp8 first, so that both operands are fp8."""
         from shardwise.model.kernels.gemm.fp8_rows import fp8_rows
         from shardwise.model.kernels.gemm.weight_only_tiles import tiled_gemm
 
@@ -129,8 +130,8 @@ class QuantizedGemm(Gemm):
         residual: Tensor | None,
         gated: str,
     ) -> Tensor:
-        """The two GEMMs of a feed-forward layer, one after the other. Many rows in fp8 are rounded for the second as they are
-        gated, so that what is between them is written in 8 bits alone."""
+        """The two GEMMs of a feed-forward layer, one after the other. With many rows in fp8, the gate's kernel also rounds its
+        result for the second GEMM, so that the intermediate is only written in 8 bits."""
         many = all(each.form.activations == "fp8" and _multiplies_fp8(len(x), each) for each in (gate_up, down))
         if not (many and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)):
             return self.fused(self.fused(x, gate_up, norm, None, gated), down, None, residual)
@@ -148,7 +149,7 @@ class QuantizedGemm(Gemm):
 
 
 def _multiplies_fp8(rows: int, matrix: QuantizedMatrix) -> bool:
-    """Whether so many rows in fp8 are multiplied as such, and not by tiles."""
+    """Whether this many fp8 rows are multiplied by an fp8 GEMM, and not by tiles."""
     return rows > MOST_TILED["fp8"] and not any(size % 16 for size in matrix.shape)
 
 

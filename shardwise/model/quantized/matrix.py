@@ -1,11 +1,11 @@
-"""A matrix of which only 8 or 4 bits a weight are held, and scales (`run/weights.py` has the formats).
+"""A matrix stored as 8 or 4 bits a weight, and scales (`run/weights.py` has the formats).
 
-To the network it is a tensor of the dtype of the arithmetic. GEMMs that know it read the packed weights; any other operation gets
-the dequantised matrix. It is a tensor subclass, so a `Linear`, a stack of experts, or latent attention's matrix may each be one.
+To the network it is a tensor of the compute dtype. GEMMs that know it read the packed weights; any other operation gets the
+dequantised matrix. It is a tensor subclass, so a `Linear`, a stack of experts, or latent attention's matrix may each be one.
 
-Four bits are packed eight to an int32, and not in the order of columns: in a group of G columns, bits 4i to 4i+3 of word j hold
-column i G/8 + j. A kernel that takes the same bits of neighbouring words so has neighbouring columns, and multiplies them with
-neighbouring inputs.
+Four-bit weights are packed eight to an int32, but not in the order of columns: in a group of G columns, bits 4i to 4i+3 of word j
+hold column i G/8 + j. So a kernel that takes the same bits of neighbouring words gets neighbouring columns, and multiplies them
+with neighbouring inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def pack_int4(values: Tensor, group: int) -> Tensor:
-    """Integers of 0 to 15, [..., columns], eight to an int32."""
+    """Pack integers of 0 to 15, [..., columns], eight to an int32."""
     parts = values.unflatten(-1, (-1, 8, group // 8))
     words = parts[..., 0, :].int()
     for n in range(1, 8):
@@ -32,15 +32,15 @@ def pack_int4(values: Tensor, group: int) -> Tensor:
 
 
 def unpack_int4(words: Tensor, group: int) -> Tensor:
-    """The integers again, as uint8."""
+    """The unpacked integers, as uint8."""
     words = words.unflatten(-1, (-1, group // 8))
     parts = [((words >> 4 * n) & 15).to(torch.uint8) for n in range(8)]
     return torch.stack(parts, dim=-2).flatten(-3)
 
 
 class QuantizedMatrix(torch.Tensor):
-    """`packed` weights [..., out, in] with `scale` [..., out, groups] and, with four bits, `zero` points of the same shape (uint8)
-    or None for 8. Where `order` is given, packed column n is the matrix's column `order[n]`."""
+    """`packed` weights [..., out, in] with `scale` [..., out, groups] and, with four bits, `zero` points of the same shape
+    (uint8); None means that they are all 8. If `order` is given, packed column n is the matrix's column `order[n]`."""
 
     packed: Tensor
     scale: Tensor
@@ -84,11 +84,11 @@ class QuantizedMatrix(torch.Tensor):
 
     @property
     def stored_bytes(self) -> int:
-        """Of all its parts."""
+        """Bytes of the packed weights, scales and zero points."""
         return sum(part.numel() * part.itemsize for part in (self.packed, self.scale, self.zero) if part is not None)
 
     def in_packed_order(self, dtype: torch.dtype) -> Tensor:
-        """The matrix it stands for, its columns as they are packed."""
+        """The dequantised matrix, with its columns in packed order."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         if self.form.kind != "int4":
             return (self.packed.to(wide) * self.scale.to(wide)).to(dtype)
@@ -106,27 +106,27 @@ class QuantizedMatrix(torch.Tensor):
         return values
 
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The matrix it stands for."""
+        """The dequantised matrix."""
         values = self.in_packed_order(dtype or self.dtype)
         if self.order is None:
             return values
         return torch.empty_like(values).index_copy_(-1, self.order, values)
 
     def map_rows(self, function: Any) -> QuantizedMatrix:
-        """The same function of the parts, which all have the same leading dimensions."""
+        """Apply a function to each stored tensor; they all have the same leading dimensions."""
         zero = None if self.zero is None else function(self.zero)
         made = function(self.packed), function(self.scale), zero
         return QuantizedMatrix(*made, self.form, self.dtype, self.order)
 
     def moved(self, device: torch.device | str, dtype: torch.dtype | None = None) -> QuantizedMatrix:
-        """On another device, for another dtype of the arithmetic."""
+        """The same matrix on another device, for another compute dtype."""
         made = self.map_rows(lambda part: part.to(device))
         order = None if self.order is None else self.order.to(device)
         return QuantizedMatrix(made.packed, made.scale, made.zero, self.form, dtype or self.dtype, order)
 
     @staticmethod
     def joined(matrices: Sequence[QuantizedMatrix], stack: bool = False) -> QuantizedMatrix:
-        """Matrices of one format one below the other, or as a stack."""
+        """Matrices of one format concatenated by rows, or stacked."""
         first, join = matrices[0], torch.stack if stack else torch.cat
         zero = None if first.zero is None else join([each.zero for each in matrices if each.zero is not None])
         packed, scale = join([each.packed for each in matrices]), join([each.scale for each in matrices])

@@ -1,5 +1,5 @@
-"""A network whose matrices are packed: those of its layers, experts included, and where it is asked for the head's. Embedding,
-norms and routers are not."""
+"""A network with packed matrices: those of its layers, experts included, and the head's where it is asked for. Embedding, norms
+and routers are not packed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.run.weights import FORMATS, WeightFormat, form_of
 
 
 def layer_matrices(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """The matrices that may be packed, by their names."""
+    """The matrices that may be packed, with their names."""
     for prefix, module in model.layers.named_modules(prefix="layers"):
         if isinstance(module, Linear):
             yield f"{prefix}.weight", module.weight
@@ -28,14 +28,14 @@ def layer_matrices(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
 
 def put_matrix(model: nn.Module, name: str, matrix: Tensor) -> None:
-    """Put a matrix in the place of another; it is not trained."""
+    """Replace a parameter by a matrix that is not trained."""
     module, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(module), leaf, nn.Parameter(matrix, requires_grad=False))
 
 
 @torch.no_grad()
 def quantize_model(model: Transformer, weights: str | WeightFormat, dtype: torch.dtype | None = None) -> None:
-    """Keep the matrices of a model's layers as `serve.weights` says, rounding those that are not packed yet, one at a time."""
+    """Store the matrices of a model's layers as `serve.weights` says. Those that are not packed yet are rounded, one at a time."""
     form = FORMATS.get(weights) if isinstance(weights, str) else weights
     for name, matrix in list(layer_matrices(model)):
         if isinstance(matrix, QuantizedMatrix):
@@ -48,7 +48,7 @@ def quantize_model(model: Transformer, weights: str | WeightFormat, dtype: torch
 
 
 def use_quantized_gemms(model: nn.Module) -> bool:
-    """Have packed matrices of a model, or of a part of it, multiplied as they are; whether there are any."""
+    """Use the quantized GEMMs for the packed matrices of a model, or of a part of it; returns whether there are any."""
     gemm, found = QuantizedGemm(), False
     for module in model.modules():
         if isinstance(module, Linear) and isinstance(module.weight, QuantizedMatrix):
@@ -59,14 +59,14 @@ def use_quantized_gemms(model: nn.Module) -> bool:
 
 
 def quantized_grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, read: ReadCounts = read_counts) -> Tensor:
-    """`grouped_linear` with a packed stack of experts' matrices, which is unpacked for it."""
+    """`grouped_linear` with a packed stack of experts' matrices, which is dequantized for it."""
     if isinstance(weight, QuantizedMatrix):
         x, weight = rounded_rows(x, weight.form.activations), weight.dequantized(x.dtype)
     return grouped_linear(x, weight, counts, read)
 
 
 def keep_weights(model: Transformer, weights: str, head: str = "auto") -> int:
-    """Keep a model's matrices as `serve.weights` and `serve.head` say. The bytes that all parameters take where some are packed,
+    """Store a model's matrices as `serve.weights` and `serve.head` say. Returns the bytes of all parameters if some are packed,
     otherwise 0."""
     if weights != "auto":
         quantize_model(model, weights)

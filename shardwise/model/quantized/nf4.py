@@ -1,12 +1,12 @@
 """Matrices in 4-bit NormalFloat with double quantisation (Dettmers et al. 2023, "QLoRA", sections 3 and appendix E).
 
-Neighbours in a row come in blocks of 64, whose largest magnitude, `absmax`, is their scale; a weight is the nearest of 16 values
-that split a normal distribution evenly. The scales themselves, less their mean, come in blocks of 256 and are the nearest of 256
-values of a dynamic tree (Dettmers et al. 2022, "8-bit Optimizers", section 1.3) times the largest magnitude of those: 4.127 bits a
-weight. Blocks follow the order of memory of the whole matrix, so a rank that holds a slice of it dequantises the same numbers. Of
-stacked experts each is a matrix of its own.
+Each 64 neighbours in a row are a block, whose largest magnitude, `absmax`, is their scale; a weight is the nearest of 16 values
+that split a normal distribution evenly. The scales themselves, minus their mean, come in blocks of 256. Each is the nearest of 256
+values of a dynamic tree (Dettmers et al. 2022, "8-bit Optimizers", section 1.3), times the largest magnitude in its block: 4.127
+bits a weight. Blocks follow the memory order of the whole matrix, so a rank that holds a slice of it dequantises the same numbers.
+In a stack of experts each expert is a matrix of its own.
 
-A GEMM makes the matrix of 16 bits for as long as it multiplies, and once more in the backward pass; nothing of it is saved.
+A GEMM dequantises the matrix to 16 bits while it multiplies, and once more in the backward pass; the 16-bit matrix is never saved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.run.sections.adapter import NF4_BLOCK as BLOCK
 from shardwise.run.sections.adapter import NF4_SCALES as SCALES
 
 Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Rows times a stack of matrices, with how many rows each has."""
+"""Multiplies rows by a stack of matrices, given how many rows each has."""
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -39,8 +39,8 @@ NF4 = (
 
 
 class Quantized(NamedTuple):
-    """A whole matrix: two weights a byte, the earlier in the upper half; the scale of each block, as a value of the dynamic tree or
-    as it is; and for those values the scale of each block of scales, then their mean."""
+    """A whole matrix: two weights a byte, the earlier in the upper half; the scale of each block, as an index into the dynamic
+    tree or in float32; and, with the tree, the scale of each block of scales, then their mean."""
 
     codes: Tensor
     absmax: Tensor
@@ -49,8 +49,8 @@ class Quantized(NamedTuple):
 
 def _tree() -> tuple[float, ...]:
     """The 256 values of the dynamic tree, in order: each decade from 1e-6 to 1 has twice as many steps as the one below, of both
-    signs; besides there are 0 and 1. In float32, as `torch.linspace` counts from both ends, rounding once; but without a tensor: a
-    dry run has none with values."""
+    signs; besides there are 0 and 1. They are float32, rounded once, as `torch.linspace` computes them from both ends; but without
+    a tensor, since a dry run's tensors have no values."""
     values = [0.0, 1.0]
     for steps in range(7):
         count = 2**steps
@@ -69,13 +69,13 @@ TREE = _tree()
 
 @cache
 def nf4_values(device: torch.device) -> Tensor:
-    """The 16 values on a device."""
+    """The 16 NormalFloat values on a device."""
     return torch.tensor(NF4, dtype=torch.float32, device=device)
 
 
 @cache
 def tree_values(device: torch.device) -> Tensor:
-    """Those of the dynamic tree."""
+    """The values of the dynamic tree on a device."""
     return torch.tensor(TREE, dtype=torch.float32, device=device)
 
 
@@ -83,14 +83,14 @@ def nearest(x: Tensor, values: tuple[float, ...]) -> Tensor:
     """The index of the nearest of some ordered values."""
     ends = torch.tensor(
         values, dtype=torch.float32, device=x.device
-    )  # not those of the cache: in a dry run they have no values
+    )  # not the cached tensor: in a dry run it has no values
     middles = (ends[:-1] + ends[1:]) / 2
     return torch.bucketize(x, middles, out_int32=True).to(torch.uint8)
 
 
 @torch.no_grad()
 def quantize(matrix: Tensor, double: bool = True) -> Quantized:
-    """A matrix [rows, columns] whose rows are whole blocks, or a stack of them."""
+    """Quantise a matrix [rows, columns] whose rows are whole blocks, or a stack of them."""
     if matrix.ndim > 2:
         return Quantized(*(torch.stack(each) for each in zip(*(quantize(one, double) for one in matrix), strict=True)))
     rows, columns = matrix.shape
@@ -112,8 +112,8 @@ def quantize(matrix: Tensor, double: bool = True) -> Quantized:
 def dequantize_reference(
     codes: Tensor, absmax: Tensor, scales: Tensor, first: int, stride: int, dtype: torch.dtype
 ) -> Tensor:
-    """The matrix, or the stack of them, that a slice of codes stands for. Its first block is number `first` of the whole matrix,
-    and one row further are `stride` blocks more."""
+    """The matrix, or the stack of them, that a slice of codes stands for. Its first block is block `first` of the whole matrix,
+    and each row begins `stride` blocks after the one before."""
     if scales.numel():
         rows, blocks = absmax.shape[-2:]
         row = torch.arange(rows, device=codes.device)[:, None] * stride
@@ -123,8 +123,8 @@ def dequantize_reference(
     return (values.unflatten(-1, (-1, BLOCK)) * absmax[..., None]).flatten(-2).to(dtype)
 
 
-# Defined and not made a `custom_op`, which takes the host three times as long (25 and 8 microseconds, an empty one): it is called
-# 21 times a layer, and has no gradient.
+# Defined in a library and not as a `custom_op`, which costs the host three times as much (25 instead of 8
+# microseconds for an empty one): it is called 21 times a layer, and has no gradient.
 _LIBRARY = torch.library.Library("shardwise", "FRAGMENT")
 _LIBRARY.define(
     "dequantize_nf4(Tensor codes, Tensor absmax, Tensor scales, int first, int stride, ScalarType dtype) -> Tensor",
@@ -155,7 +155,7 @@ dequantize = torch.ops.shardwise.dequantize_nf4.default
 
 
 class _Multiply(torch.autograd.Function):
-    """A GEMM with a matrix that is made for it, forward and backward."""
+    """A GEMM that dequantises its matrix on the fly, forward and backward."""
 
     @staticmethod
     def forward(
@@ -176,8 +176,8 @@ class _Multiply(torch.autograd.Function):
 
 
 class NF4Gemm(Gemm):
-    """The GEMM of one layer whose matrix is kept in 4 bits. `place` is where its slice lies in the whole matrix: the number of its
-    first block, and how many blocks a row has."""
+    """The GEMM of one layer whose matrix is stored in 4 bits. `place` says where its slice lies in the whole matrix: the index of
+    its first block, and how many blocks a row has."""
 
     def __init__(self, layer: Linear, place: tuple[int, int]) -> None:
         self.layer, self.place, self.inner = layer, place, layer.gemm
@@ -190,8 +190,8 @@ class NF4Gemm(Gemm):
 
 
 def _numbers(absmax: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The scales of blocks, and of those where they are in 8 bits, from what parameters hold them."""
-    if absmax.dtype == torch.int32:  # not in 8 bits: float32 numbers
+    """The scales of blocks and, where those are in 8 bits, the scales of scales, from the parameters that hold them."""
+    if absmax.dtype == torch.int32:  # not in 8 bits: the bits of float32 numbers
         absmax = absmax.view(torch.float32)
     return absmax, absmax.new_empty(0, dtype=torch.float32) if scales is None else scales.view(torch.float32)
 
@@ -199,14 +199,14 @@ def _numbers(absmax: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
 def slice_of_matrix(
     codes: Tensor, absmax: Tensor | None, scales: Tensor | None, place: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """What a slice of the parameters stands for, whose first block is number `place[0]` of a matrix with `place[1]` in a row; the
-    scales of scales are whole."""
+    """Dequantise a slice of the parameters. Its first block is block `place[0]` of a matrix with `place[1]` blocks in a row; the
+    scales of scales are not sliced."""
     assert absmax is not None
     return dequantize(codes, *_numbers(absmax, scales), *place, dtype)
 
 
 def quantize_to_nf4(layer: Linear, place: tuple[int, int], double: bool) -> None:
-    """Let a layer's matrix be of 4 bits: its parameters, still without values, and its GEMM."""
+    """Make a layer's matrix 4-bit: its parameters, still without values, and its GEMM."""
     for name in ("weight", "absmax", "absmax_scales")[: 3 if double else 2]:
         values = torch.empty(0, dtype=torch.uint8, device="meta")
         layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
@@ -214,7 +214,7 @@ def quantize_to_nf4(layer: Linear, place: tuple[int, int], double: bool) -> None
 
 
 class _MultiplyStack(torch.autograd.Function):
-    """The GEMMs of rows in the order of their experts with matrices that are made for them, forward and backward."""
+    """GEMMs of rows ordered by expert with matrices that are dequantised on the fly, forward and backward."""
 
     @staticmethod
     def forward(
@@ -235,8 +235,8 @@ class _MultiplyStack(torch.autograd.Function):
 
 
 def quantize_experts_to_nf4(experts: Experts, places: dict[str, tuple[int, int]], double: bool) -> None:
-    """Let the matrices of stacked experts be of 4 bits: their parameters, still without values, and their GEMMs. `places` says of
-    each matrix where its slice lies."""
+    """Make the matrices of stacked experts 4-bit: their parameters, still without values, and their GEMMs. `places` says where the
+    slice of each matrix lies."""
     for part in places:
         for name in (part, *scales_of(part)[: 2 if double else 1]):
             values = torch.empty(0, dtype=torch.uint8, device="meta")
@@ -254,14 +254,14 @@ def quantize_experts_to_nf4(experts: Experts, places: dict[str, tuple[int, int]]
 
 
 class Quantizer:
-    """What is kept of matrices in 4 bits, by the names of the parameters that keep it. One matrix is held at a time, whole: its
-    scales' mean is over all of it. `whole` gives a matrix by its name."""
+    """Quantises matrices to 4 bits, and returns the result by the names of the parameters that hold it. It holds one whole matrix
+    at a time, since the mean of the scales is over all of it. `whole` returns a matrix by its name."""
 
     def __init__(self, whole: Callable[[str], Tensor], double: bool) -> None:
         self.whole, self.double, self.name = whole, double, ""
 
     def part(self, name: str) -> Tensor:
-        """All of one parameter."""
+        """The full values of one parameter."""
         stacked = not name.endswith((".weight", ".absmax", ".absmax_scales"))
         matrix = re.sub("_absmax(_scales)?$", "", name) if stacked else f"{name.rpartition('.')[0]}.weight"
         if matrix != self.name:

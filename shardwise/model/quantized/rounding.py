@@ -1,6 +1,6 @@
-"""Matrices rounded to the nearest numbers of a format, each by itself: the plainest way, which needs no data.
+"""Rounds matrices to the nearest numbers of a format, each by itself: the simplest way, which needs no data.
 
-Scales are rounded to what they are stored in before they are used, so that a weight is rounded once.
+Scales are rounded to their stored dtype before they are used, so that a weight is rounded once.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from shardwise.model.quantized.matrix import QuantizedMatrix, pack_int4
 from shardwise.run.weights import WeightFormat
 
 TOP = {"fp8": torch.finfo(torch.float8_e4m3fn).max, "int8": 127.0}
-"""The largest number of each format of 8 bits."""
+"""The largest number of each 8-bit format."""
 
 
 def scales_of(groups: Tensor, form: WeightFormat, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Scales and zero points of weights [..., group], of shape [...]: of the range of the weights, or of the largest alone."""
+    """Scales and zero points [...] of weights [..., group]: from the range of the weights, or from the largest magnitude alone."""
     if form.kind != "int4":
         scale = (groups.abs().amax(-1) / TOP[form.kind]).to(scale_dtype)
         return _not_zero(scale), None
-    if not form.zeros:  # -8 to 7: the larger side has the one more
+    if not form.zeros:  # -8 to 7: the negative side has one step more
         scale = torch.maximum(groups.amax(-1) / 7, -groups.amin(-1) / 8).to(scale_dtype)
         return _not_zero(scale), None
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
@@ -34,7 +34,7 @@ def _not_zero(scale: Tensor) -> Tensor:
 
 
 def integers_of(weight: Tensor, scale: Tensor, zero: Tensor | None, form: WeightFormat) -> Tensor:
-    """The nearest numbers of the format, for scales (and zeros) that broadcast against the weights; int4 as 0 to 15."""
+    """The nearest numbers of the format; scales (and zeros) broadcast against the weights. int4 values are 0 to 15."""
     scaled = weight / scale.to(weight.dtype)
     if form.kind == "fp8":
         return scaled.clamp(-TOP["fp8"], TOP["fp8"]).to(torch.float8_e4m3fn)
@@ -45,7 +45,7 @@ def integers_of(weight: Tensor, scale: Tensor, zero: Tensor | None, form: Weight
 
 
 def stored_scale_dtype(form: WeightFormat, dtype: torch.dtype) -> torch.dtype:
-    """What scales are kept in: 16 bits beside four, float32 beside eight, where they are few."""
+    """The dtype of stored scales: 16 bits for int4 weights, float32 for 8-bit weights, which have few scales."""
     if form.kind != "int4":
         return torch.float32
     return torch.float16 if dtype == torch.float16 else torch.bfloat16
@@ -59,7 +59,7 @@ def assembled(
     dtype: torch.dtype,
     order: Tensor | None = None,
 ) -> QuantizedMatrix:
-    """A matrix of the numbers of a format [..., out, in] and scales (and zeros) [..., out, groups]."""
+    """A matrix from numbers of a format [..., out, in] and scales (and zeros) [..., out, groups]."""
     packed = integers
     if form.kind == "int4":
         packed = pack_int4(integers, integers.shape[-1] // scale.shape[-1])
@@ -68,7 +68,7 @@ def assembled(
 
 
 def round_matrix(weight: Tensor, form: WeightFormat, dtype: torch.dtype | None = None) -> QuantizedMatrix | None:
-    """A matrix, or a stack, rounded to the nearest; None where four bits cannot hold its rows. `dtype` is the arithmetic's."""
+    """A matrix, or a stack, rounded to nearest; None where int4 groups do not fit its rows. `dtype` is the compute dtype."""
     dtype = dtype or weight.dtype
     group = form.group_of(weight.shape[-1])
     if not group:

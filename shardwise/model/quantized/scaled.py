@@ -1,11 +1,11 @@
-"""Quantisation to fp8 with a scale: what is stored is `x / scale`, rounded to the format.
+"""Quantisation to fp8 with a scale: the stored value is `x / scale`, rounded to the format.
 
-Scales are powers of two, the smallest that bring the amax into the format's range. Multiplying by such a scale is exact, so a value
-is rounded once, wherever and in whatever order it is done: eagerly, compiled, or on a shard. A format's precision is relative, so
-nothing is lost but up to one power of two of range at the low end (Micikevicius et al. 2022 describe the formats: e4m3 with three
-bits of fraction up to 448, e5m2 with two up to 57344).
-Operators are opaque to the compiler, which so computes the same thing of the same tensor only once. Each is a kernel on GPUs and
-its reference implementation elsewhere; what is not finite stays so.
+Scales are powers of two, the smallest that bring the amax into the format's range. Multiplying by such a scale is exact, so a
+value is rounded once, wherever and in whatever order it is done: eagerly, compiled, or on a shard. A format's precision is
+relative, so the only loss is up to one power of two of range at the low end (Micikevicius et al. 2022 describe the formats: e4m3
+with three bits of fraction up to 448, e5m2 with two up to 57344).
+The operators are opaque to the compiler, so it computes the same operator of the same tensor only once. Each is a kernel on GPUs
+and its reference implementation elsewhere; values that are not finite stay so.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ E5M2 = torch.float8_e5m2
 TOP = {dtype: math.frexp(torch.finfo(dtype).max)[1] - 1 for dtype in (E4M3, E5M2)}
 """The exponent of each format's largest number, which is 1.75 times two to that power."""
 LOWEST = 27
-"""The exponent of the smallest scale, biased as float32 does: two to the power of -100, so that one over it is finite."""
+"""The exponent of the smallest scale, biased as in float32: two to the power of -100, so that its inverse is finite."""
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale for float32 numbers whose largest are these; the largest itself where it is not finite."""
+    """The scale for float32 tensors with this amax; the amax itself where it is not finite."""
     bits = amax.view(torch.int32)
     exponent = ((bits >> 23) - TOP[dtype] + ((bits & 0x7FFFFF) > 0x600000)).clamp(min=LOWEST)
     return torch.where(bits >= 0x7F800000, amax, (exponent << 23).view(torch.float32))
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """One over a scale, exactly; some power of two where it is not finite."""
+    """The exact inverse of a scale; some power of two where the scale is not finite."""
     return ((254 << 23) - (scale.view(torch.int32) & 0x7F800000)).clamp(min=1 << 23).view(torch.float32)
 
 
 def amax_reference(x: Tensor) -> Tensor:
-    """The largest size of a matrix's numbers, by rows first: so it can be found where the matrix is made."""
+    """The largest magnitude in a matrix, by rows first: so it can be computed where the matrix is made."""
     return x.abs().amax(dim=-1).amax().float()
 
 
 def cast_reference(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A matrix in 8 bits with one scale, and the scale."""
+    """A matrix in fp8 with one scale, and the scale."""
     scale = scale_of(amax, dtype)
     return (x.float() * inverse(scale)).to(dtype), scale
 
 
 def cast_rows_reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A matrix in 8 bits with a scale a row, and the scales [rows, 1]."""
+    """A matrix in fp8 with a scale for each row, and the scales [rows, 1]."""
     scale = scale_of(x.abs().amax(dim=-1, keepdim=True).float(), dtype)
     return (x.float() * inverse(scale)).to(dtype), scale
 
 
 def transpose_reference(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix that has a scale a row, transposed, with a scale for each row that it then has.
+    """A matrix with a scale for each row, transposed, with a scale for each new row.
 
-    Scales being powers of two, a number changes only where the new one makes it too small for the format. One scale for all
-    of it stays what it is.
+    Scales are powers of two, so a value changes only where the new scale makes it too small for the format. A single scale for the
+    whole matrix stays the same.
     """
     if not scale.dim():
         return x.t().contiguous(), scale.clone()
@@ -65,7 +65,7 @@ def transpose_reference(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("shardwise::amax", mutates_args=())
 def amax(x: Tensor) -> Tensor:
-    """The largest size of a matrix's numbers, in float32; what is not a number is the largest."""
+    """The largest magnitude in a matrix, in float32; NaN counts as the largest."""
     if not x.is_cuda:
         return amax_reference(x)
     from shardwise.model.kernels.quantize import amax_fused
@@ -75,7 +75,7 @@ def amax(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("shardwise::cast", mutates_args=())
 def cast(x: Tensor, amax: Tensor, dtype: torch.dtype, plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """A matrix in 8 bits as stored and transposed, each where wanted and otherwise empty, and their one scale."""
+    """A matrix in fp8 as stored and transposed, each where wanted and otherwise empty, and their one scale."""
     if not x.is_cuda:
         values, scale = cast_reference(x, amax, dtype)
         nothing = values.new_empty(0)
@@ -87,7 +87,7 @@ def cast(x: Tensor, amax: Tensor, dtype: torch.dtype, plain: bool, transposed: b
 
 @torch.library.custom_op("shardwise::cast_rows", mutates_args=())
 def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A matrix in 8 bits with a scale a row, and the scales [rows, 1]."""
+    """A matrix in fp8 with a scale for each row, and the scales [rows, 1]."""
     if not x.is_cuda:
         return cast_rows_reference(x, dtype)
     from shardwise.model.kernels.quantize import cast_rows_fused
@@ -97,7 +97,7 @@ def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("shardwise::transpose", mutates_args=())
 def transpose(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix of 8 bits transposed, and scaled anew where it has a scale a row."""
+    """An fp8 matrix transposed, and rescaled if it has a scale for each row."""
     if not x.is_cuda or not scale.dim():
         return transpose_reference(x, scale)
     from shardwise.model.kernels.quantize import transpose_fused
@@ -133,8 +133,8 @@ def _(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def scaled_mm_reference(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """`left` [m, k] times `right` [k, n], in the place of `torch._scaled_mm`: the product of the numbers that the 8 bits stand
-    for, summed in float32."""
+    """`left` [m, k] times `right` [k, n], the reference for `torch._scaled_mm`: the product of the dequantised matrices, summed in
+    float32."""
     return ((left.float() @ right.float()) * left_scale * right_scale).to(dtype)
 
 

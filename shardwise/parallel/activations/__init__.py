@@ -1,1 +1,1 @@
-"""What the forward pass keeps for the backward pass, and in what form: recomputed, quantized, swapped, or handed over."""
+"""The tensors that the forward pass saves for the backward pass, and their form: recomputed, quantized, swapped, or handed over."""

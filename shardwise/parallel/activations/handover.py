@@ -1,13 +1,14 @@
-"""BPipe's handovers (Kim et al. 2023): what the forward pass of a microbatch saved goes to the partner rank and comes back for the
-backward pass.
+"""BPipe's handovers (Kim et al. 2023): the saved tensors of a microbatch go to the partner rank and come back for the backward
+pass.
 
-While a microbatch that will be evicted goes forward, autograd is given places instead of the tensors that it saves. To evict is to
-put the storages behind the places into one message, of bytes, and to let go of them; to load is to let the places point into the
-message that came back. Parameters, buffers and the batch stay where they are. What went to the next stage is not needed any more.
+While a microbatch that will be evicted goes forward, autograd saves placeholders instead of tensors. To evict is to copy the
+storages behind the placeholders into one message, of bytes, and to free them; to load is to point the placeholders into the message
+that came back. Parameters, buffers and the batch stay where they are. The output that went to the next stage is not needed any
+more.
 
-Traffic: of each microbatch handed over one message to the partner and one back, of what it saved less its output. The partner must
-know the size before: the first message for a batch of new shapes goes after its size; where experts save by how tokens are routed,
-every one does, and the partner waits for it where the list has the transfer.
+Traffic: per microbatch handed over, one message to the partner and one back, of its saved tensors without its output. The partner
+must know the size beforehand: the size is sent before the first message for a batch of new shapes. Where experts save tensors whose
+sizes depend on how tokens are routed, it is sent before every message, and the partner waits for it at the transfer in its list.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Key = tuple[int, int]
 
 
 class SavedTensor:
-    """Where autograd finds a tensor that it saved; weakly known to what evicts it."""
+    """Holds a tensor that autograd saved; the code that evicts it refers to it weakly."""
 
     __slots__ = ("__weakref__", "learns", "tensor")
 
@@ -39,17 +40,17 @@ class SavedTensor:
         self.tensor, self.learns = x.detach(), x.requires_grad
 
     def take(self) -> Tensor:
-        """It; what is recomputed from it must ask for a gradient where it did."""
+        """The tensor; it requires a gradient where the saved one did, for what is recomputed from it."""
         return self.tensor.detach().requires_grad_() if self.learns else self.tensor
 
 
 @dataclass
 class _Part:
-    """A tensor in a message: where its storage begins there, and how it lies in that."""
+    """A tensor in a message: where its storage begins there, and its layout within the storage."""
 
     place: SavedTensor | Recomputable
     input: int
-    """Which of the tensors that it is made of, where it is one that is recomputed."""
+    """Which input it is, where `place` is a tensor that is recomputed."""
     first: int
     dtype: torch.dtype
     shape: torch.Size
@@ -59,13 +60,13 @@ class _Part:
 
 @dataclass
 class SavedMicrobatch:
-    """What the forward pass of a microbatch saved."""
+    """The tensors that the forward pass of a microbatch saved."""
 
     places: list[weakref.ref[Any]] = field(default_factory=list)
     parts: list[_Part] = field(default_factory=list)
 
     def keep(self, x: Tensor) -> Tensor | SavedTensor:
-        """What autograd keeps in place of a tensor."""
+        """The placeholder that autograd saves instead of a tensor."""
         if isinstance(x, nn.Parameter) or x.layout != torch.strided:
             return x
         place = SavedTensor(x)
@@ -73,11 +74,11 @@ class SavedMicrobatch:
         return place
 
     def note(self, known: Recomputable) -> None:
-        """A tensor that is recomputed: what it is made of is handed over."""
+        """Note a tensor that is recomputed: its inputs are handed over."""
         self.places += [weakref.ref(each) for each in known.made_of()]
 
     def _tensors(self) -> list[tuple[SavedTensor | Recomputable, int, Tensor]]:
-        """What is saved now, each tensor with where it is kept."""
+        """The tensors saved now, each with its placeholder."""
         alive = {id(place): place for ref in self.places if (place := ref()) is not None}
         found: list[tuple[SavedTensor | Recomputable, int, Tensor]] = []
         for place in alive.values():
@@ -88,14 +89,14 @@ class SavedMicrobatch:
         return found
 
     def evict(self, stays: set[int]) -> Tensor:
-        """All storages but those that stay, as one message, and let go of."""
+        """Copy all storages but those that stay into one message, and free them."""
         tensors = self._tensors()
         storages: dict[int, Tensor] = {}
         for _, _, x in tensors:
             key = storage_key(x.untyped_storage())
             if key not in stays and key not in storages:
                 storages[key] = x
-        # Long elements first: so each tensor is aligned in the message.
+        # Long elements first, so that each tensor is aligned in the message.
         order = sorted(storages.items(), key=lambda one: -one[1].itemsize)
         first, size = dict[int, int](), 0
         for key, x in order:
@@ -103,7 +104,7 @@ class SavedMicrobatch:
             size += x.untyped_storage().nbytes()
         device = order[0][1].device if order else torch.device("cpu")
         message = torch.empty(size, dtype=torch.uint8, device=device)
-        for key, x in () if is_fake(message) else order:  # views of what has no values would keep it alive
+        for key, x in () if is_fake(message) else order:  # views of fake tensors would keep them alive
             storage = x.untyped_storage()
             whole = x.new_empty(0).set_(storage, 0, (storage.nbytes() // x.itemsize,), (1,))
             message[first[key] : first[key] + storage.nbytes()].copy_(whole.view(torch.uint8))
@@ -115,7 +116,7 @@ class SavedMicrobatch:
         return message
 
     def load(self, message: Tensor) -> None:
-        """Let the places point into the message that came back."""
+        """Point the placeholders into the message that came back."""
         for part in self.parts:
             whole = message[: message.numel() // part.dtype.itemsize * part.dtype.itemsize].view(part.dtype)
             offset = part.first // part.dtype.itemsize + part.offset
@@ -131,12 +132,12 @@ def _set(place: SavedTensor | Recomputable, number: int, x: Tensor) -> None:
 
 
 def shrink(x: Tensor) -> None:
-    """Let go of the values of a tensor whose place in the graph is all that is still needed."""
+    """Free the values of a tensor of which only the place in the graph is still needed."""
     x.data = x.new_zeros(1).expand(x.shape)
 
 
 def lasting(model: nn.Module, copies: Iterable[Tensor]) -> Iterator[Tensor]:
-    """What a stage has whatever microbatch passes: parameters, sharded and gathered, their copies, and buffers."""
+    """The tensors that a stage has for all microbatches: parameters, sharded and gathered, their copies, and buffers."""
     yield from map(local_shard, model.parameters())
     yield from model.buffers()
     yield from copies
@@ -156,33 +157,34 @@ class Handover:
         device: torch.device,
         varies: bool,
     ) -> None:
-        """`varies`: whether microbatches of one shape may save more or less, as experts do by how tokens are routed."""
+        """`varies`: whether microbatches of one shape may save different sizes, as experts do depending on routing."""
         self.varies, self.own_sizes = varies, dict[Key, int]()
         ranks, me = mesh.pipeline_ranks(), mesh.index("pipeline")
         self.me, self.device, self.sizes, self.planned = me, device, sizes, planned
         partner = len(ranks) - 1 - me
         self.partner = ranks[partner]
         both = mesh.group("pipeline"), mesh.group("pipeline_back")
-        # Each direction has a communicator of its own, as between stages.
+        # Each direction has its own communicator, as between stages.
         self.out, self.back = both[me > partner], both[me < partner]
         self.evicted = {(a.stage, a.microbatch) for a in schedule.ranks[me] if a.kind == "E"}
         self.held: dict[Key, SavedMicrobatch] = {}
         self.arriving: dict[Key, tuple[Tensor, Any]] = {}
-        """What comes from the partner: microbatches evicted by it, or own ones that come back."""
+        """Messages from the partner: microbatches that it evicted, or own ones that come back."""
         self.loaded: dict[Key, Tensor] = {}
         self.sending: list[tuple[Tensor, Any]] = []
 
     def will_evict(self, action: Action) -> bool:
-        """Whether the microbatch that goes forward here will be handed over."""
+        """Whether the microbatch of this forward pass will be handed over."""
         return (action.stage, action.microbatch) in self.evicted
 
     def keeper(self, action: Action) -> SavedMicrobatch:
-        """What keeps all that a forward pass saves, so that it can be handed over."""
+        """Collects all tensors that a forward pass saves, so that they can be handed over."""
         held = self.held[action.stage, action.microbatch] = SavedMicrobatch()
         return held
 
     def evict(self, key: Key, batch: Any, stays: Iterable[Tensor], ends: Iterable[Tensor]) -> None:
-        """Start sending what a microbatch saved. `stays` is what others need too, `ends` its input and output in the graph."""
+        """Start sending a microbatch's saved tensors. `stays` are tensors that others need too, `ends` its input and output in the
+        graph."""
         message = self.held[key].evict({storage_key(x.untyped_storage()) for x in stays})
         for x in ends:
             shrink(x)
@@ -198,7 +200,7 @@ class Handover:
         self._send(message)
 
     def accept(self, key: Key, batch: Any) -> None:
-        """Start receiving what the partner evicts."""
+        """Start receiving a microbatch that the partner evicts."""
         shape = (key[0], *_shapes(batch))
         if self.varies or shape not in self.sizes:
             size = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -208,13 +210,13 @@ class Handover:
         self._receive(key, self.sizes[shape])
 
     def give_back(self, key: Key) -> None:
-        """Send the partner's own back to it."""
+        """Send a microbatch back to the partner that evicted it."""
         message, work = self.arriving.pop(key)
         work.wait()
         self._send(message)
 
     def load(self, key: Key) -> None:
-        """Start receiving what this rank had evicted."""
+        """Start receiving a microbatch that this rank had evicted."""
         self._receive(key, self.own_sizes.pop(key))
 
     def finish_load(self, key: Key) -> None:
@@ -226,7 +228,7 @@ class Handover:
             held.load(message)
 
     def finish_evictions(self) -> None:
-        """Wait until what was evicted has gone: its room is needed."""
+        """Wait until evicted tensors have been sent: their memory is needed."""
         for _, work in self.sending:
             work.wait()
         self.sending = []
@@ -239,7 +241,7 @@ class Handover:
         self.arriving[key] = (message, irecv(message, self.partner, group=self.back))
 
     def let_go(self) -> None:
-        """Give back what has arrived elsewhere."""
+        """Free the messages that have been sent."""
         self.sending = [(sent, work) for sent, work in self.sending if not work.is_completed()]
 
 

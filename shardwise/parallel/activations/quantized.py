@@ -1,9 +1,9 @@
-"""Saved tensors in 8, 4 or 2 bits (ActNN, Chen et al. 2021): groups of values between their least and their largest, in even steps,
-rounded up or down at random so that the mean is right.
+"""Saved tensors in 8, 4 or 2 bits (ActNN, Chen et al. 2021): each group of values is coded in even steps between its least and its
+largest, rounded up or down at random so that the mean is right.
 
-A tensor is padded to whole groups, each with its least value and its step in float32. What decides the rounding is no state that a
-checkpoint would have to hold, but a hash of a value's bits and its place: the same tensor is always rounded alike. On a GPU each
-way is one kernel (`model/kernels/group_bits.py`), with the same bits. Bytes: `run/saved_tensors.py`.
+A tensor is padded to whole groups, each with its least value and its step in float32. A hash of a value's bits and its position
+decides the rounding, so there is no random state that a checkpoint would have to hold: the same tensor is always rounded the same
+way. On a GPU each direction is one kernel (`model/kernels/group_bits.py`), with the same bits. Bytes: `run/saved_tensors.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.nn.functional import pad
 from shardwise.run.saved_tensors import GROUP, groups_of
 
 AT_ONCE = 2**22
-"""Values that are quantized or dequantized at a time, so that what this needs for a moment stays small; a multiple of a group."""
+"""Values that are quantized or dequantized at a time, so that temporary memory stays small; a multiple of a group."""
 
 
 def noise(x: Tensor, first: int) -> Tensor:
-    """A number from 0 to 1 for each value in float32, by its bits and its place, which is counted from `first`."""
+    """A number from 0 to 1 for each float32 value, from its bits and its position, which is counted from `first`."""
     place = torch.arange(first, first + x.numel(), dtype=torch.int64, device=x.device)
     mixed = x.view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF).mul_(0x9E3779B1).add_(place.mul_(0x85EBCA6B))
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):
@@ -62,7 +62,7 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, ranges: Tensor, *, bits: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """The flat tensor that was quantized, about."""
+    """The flat tensor that was quantized, approximately."""
     if codes.is_cuda:
         from shardwise.model.kernels.group_bits import unpack_groups
 
@@ -80,7 +80,7 @@ def dequantize(codes: Tensor, ranges: Tensor, *, bits: int, numel: int, dtype: t
 
 
 def quantized_in(bits: int) -> Callable[[Tensor], tuple[tuple[Tensor, ...], Callable[..., Tensor]]]:
-    """A form for `saving.py`: flat tensors are kept in so many bits."""
+    """A form for `saving.py`: flat tensors are kept in this many bits."""
 
     def form(x: Tensor) -> tuple[tuple[Tensor, ...], Callable[..., Tensor]]:
         return quantize(x, bits), partial(dequantize, bits=bits, numel=x.numel(), dtype=x.dtype)

@@ -1,11 +1,11 @@
 """Activation checkpointing (Chen et al. 2016): activations are dropped in the forward pass and recomputed in the backward pass.
 
-`full` saves a block's input alone, at the price of a third more work; `attention` recomputes only the part whose memory grows with
+`full` saves only a block's input, at the price of a third more work; `attention` recomputes only the part whose memory grows with
 the square of the sequence (Korthikanti et al. 2022); `operations` recomputes the named parts; `budget` recomputes as few whole
-blocks as the memory allows, by the planner's count of what a block saves; `optimal` makes single tensors again, those that take the
-least time for the memory that must be spared (`rematerialize.py`). The first three may be limited to every n-th layer.
-Traffic inside a recomputed part happens once more, except what comes after the last tensor that its backward pass needs. Routers
-do not count a recomputed token twice.
+blocks as the memory allows, by the planner's count of a block's saved tensors; `optimal` recomputes single tensors, those that take
+the least time for the memory that must be saved (`rematerialize.py`). The first three may be limited to every n-th layer.
+Communication inside a recomputed part happens once more, except after the last tensor that its backward pass needs. Routers do not
+count a recomputed token twice.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def _recomputing(module: nn.Module, routers: list[Router], observers: Observers)
 
 
 def checkpoint_module(module: nn.Module, observers: Observers) -> None:
-    """Make a module compute itself again in the backward pass."""
+    """Make a module recompute its forward in the backward pass."""
     forward = module.forward
 
-    @functools.cache  # in the first step: whatever comes between may replace modules
+    @functools.cache  # filled in the first step, since modules may be replaced before it
     def routers() -> list[Router]:
         return [each for each in module.modules() if isinstance(each, Router)]
 
@@ -61,7 +61,8 @@ def checkpoint_module(module: nn.Module, observers: Observers) -> None:
         def contexts() -> tuple[Any, Any]:
             return contextlib.nullcontext(), _recomputing(module, routers(), observers)
 
-        # Tensors inside of a plain tuple, rope's, are arguments of their own: so autograd saves them as it saves the others.
+        # Tensors inside of a plain tuple (rope's) become separate arguments, so that autograd saves them like the
+        # others.
         lengths = [len(arg) if type(arg) is tuple else 0 for arg in args]
         flat = [x for arg in args for x in (arg if type(arg) is tuple else (arg,))]
 
@@ -86,7 +87,7 @@ def parts(block: Block, kind: str) -> Iterator[nn.Module]:
 
 
 def apply_recompute(model: Transformer, run: Run, rank: int, observers: Observers, swap: Swap | None = None) -> None:
-    """Let the modules of the layout's mode be recomputed in the backward pass, or what they save wait elsewhere."""
+    """Recompute the modules of the layout's mode in the backward pass, or let their saved tensors wait elsewhere."""
     layout = run.layout
     blocks = [block for block in model.layers.values() if isinstance(block, Block)]
     if run.memory.activation_bits:

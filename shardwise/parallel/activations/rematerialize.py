@@ -1,9 +1,9 @@
 """Tensors of a layer that are recomputed in the backward pass instead of saved, each by its own operation (`layout.recompute =
-optimal`; which ones, `plan/cost/rematerialization.py` decides), that are squares of others that are saved (`memory.lossless`), or
-that are kept in another form (`memory.activation_bits`).
+optimal`; `plan/cost/rematerialization.py` chooses them), that are squares of saved tensors (`memory.lossless`), or that are kept in
+another form (`memory.activation_bits`).
 
-The modules of a layer are wrapped so that what they give is known to `saving.py` with what it was made of. Nothing else changes:
-autograd records the same operations, and what is recomputed has the same bits.
+The modules of a layer are wrapped so that `saving.py` knows their outputs and the inputs of these. Nothing else changes: autograd
+records the same operations, and recomputed tensors have the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.model.transformer import Block
 from shardwise.parallel.activations.saving import Form, note, note_form, noted_afterwards
 
 Note = Callable[[Tensor, Sequence[Tensor], Callable[..., Tensor]], None]
-"""Takes note of a tensor, of what it was made, and by what."""
+"""Notes a tensor, its inputs, and the function that computes it from them."""
 
 
 def keep_in_form(block: Block, words: Iterable[str], form: Form) -> None:
@@ -43,7 +43,7 @@ def keep_in_form(block: Block, words: Iterable[str], form: Form) -> None:
 
 
 def rematerialize(block: Block, words: Iterable[str], note: Note = note) -> None:
-    """Let these tensors of a layer be recomputed, or noted otherwise."""
+    """Let these tensors of a layer be recomputed, or pass them to another `note`."""
     words = frozenset(words)
     if "attention_norm" in words:
         _note_output(block.attention_norm, note)
@@ -58,7 +58,7 @@ def rematerialize(block: Block, words: Iterable[str], note: Note = note) -> None
 
 
 def _wrapped(module: nn.Module, around: Callable[..., Any]) -> None:
-    """Put a function around a module's forward, which it gets first."""
+    """Wrap a module's forward in a function, which gets the forward as its first argument."""
     module.forward = functools.wraps(module.forward)(functools.partial(around, module.forward))
 
 
@@ -98,8 +98,8 @@ def _feed_forward(ffn: FeedForward, words: frozenset[str], note: Note) -> None:
 
 
 def rematerialize_squares(block: Block) -> None:
-    """Let the square of a ReLU be made of the ReLU, which is saved for its own gradient: the matrix behind it needs its values, of
-    which there is nothing smaller without loss but these (Gist, Jain et al. 2018)."""
+    """Recompute the square of a ReLU from the ReLU, which is saved for its own gradient: the matrix after it needs the square's
+    values, and these have no smaller lossless form than the ReLU (Gist, Jain et al. 2018)."""
 
     def squared(x: Tensor) -> Tensor:
         root = relu(x)
@@ -122,7 +122,7 @@ def _noting(function: Callable[[Tensor], Tensor], note: Note) -> Callable[[Tenso
 
 
 class _Attention:
-    """What of a layer's attention is recomputed; during a forward pass, what that is made of."""
+    """The tensors of a layer's attention that are recomputed; during a forward pass, their inputs."""
 
     def __init__(self, block: Block, attention: GroupedAttention, words: frozenset[str], note: Note) -> None:
         self.block, self.attention, self.words, self.note = block, attention, words, note

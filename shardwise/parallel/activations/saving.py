@@ -1,11 +1,11 @@
-"""What autograd saves for the backward pass, replaced by something smaller from which it is recomputed.
+"""Replaces tensors that autograd saves for the backward pass by something smaller, from which they are recomputed.
 
-Autograd saves what its operators were given. While `saving` is open, a saved tensor that is known here, or a view of one, is
-replaced: who needs it first in the backward pass makes it, and the last one lets it go. It is made of others, which may be known
-too. Three kinds are: sequences gathered over tensor ranks, of which each saves its own shard (Korthikanti et al. 2022); tensors
-of a layer that cost less time than memory (`rematerialize.py`); and tensors that are kept in another form
-(`quantized.py`, `swap.py`). Inside of a recomputed block nothing is replaced: there it lives for that block's backward
-pass alone.
+Autograd saves the inputs of its operators. While `saving` is open, a saved tensor that was noted here, or a view of one, is
+replaced: its first user in the backward pass recomputes it, and its last user frees it. It is recomputed from other tensors, which
+may be noted too. There are three kinds: sequences gathered over tensor ranks, of which each rank saves its own shard (Korthikanti
+et al. 2022); tensors of a layer that cost less time than memory (`rematerialize.py`); and tensors that are kept in another form
+(`quantized.py`, `swap.py`). Inside of a recomputed block nothing is replaced: there a saved tensor lives only for that block's
+backward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.torch_private import storage_key
 
 Form = Callable[[Tensor], tuple[tuple[Tensor, ...], Callable[..., Tensor]]]
-"""Of a flat tensor: what is kept in its place, and the function that makes it of that again."""
+"""For a flat tensor: the tensors kept in its place, and the function that rebuilds it from them."""
 
 
 @dataclass
@@ -32,19 +32,19 @@ class Recomputable:
     inputs: tuple[Tensor | _View, ...] = ()
     make: Callable[..., Tensor] | None = None
     form: Form | None = None
-    """In which another form the tensor itself is kept, if it is saved."""
+    """The other form in which the tensor itself is kept, if it is saved."""
     users: int = 0
     whole: Tensor | None = None
 
     def made_of(self) -> Iterator[Recomputable]:
-        """It, and those of which what it is made of is made."""
+        """This tensor, and the recomputable tensors that it is recomputed from, recursively."""
         yield self
         for each in self.inputs:
             if isinstance(each, _View):
                 yield from each.of.made_of()
 
     def used(self) -> None:
-        """One more will want it; the first one's wish is also for what it is made of."""
+        """Count one more user; the first one also counts as a user of the inputs."""
         self.users += 1
         if self.users == 1:
             for each in self.inputs:
@@ -52,13 +52,13 @@ class Recomputable:
                     each.of.used()
 
     def keep(self, x: Tensor) -> None:
-        """Keep the tensor that a view is of in its other form."""
+        """Keep the tensor that `x` is a view of in its other form."""
         if self.form is not None and self.make is None:
             flat = x.detach().as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
             self.inputs, self.make = self.form(flat)
 
     def take(self) -> Tensor:
-        """The whole, for one of its users."""
+        """The full tensor, for one of its users."""
         if self.whole is None:
             assert self.make is not None
             with torch.no_grad():
@@ -80,25 +80,25 @@ class _View:
 
 @dataclass
 class _Slot:
-    """What an operator saved before it was known what that is."""
+    """A tensor that an operator saved before the tensor could be noted."""
 
     packed: Tensor | _View | PackedTensor
 
 
 class PackedTensor(Protocol):
-    """What stands for a tensor that is saved."""
+    """Stands for a saved tensor."""
 
     def take(self) -> Tensor: ...
 
 
 class SavedTensorHook(Protocol):
-    """Who wants to know what is saved, to put it elsewhere for a while."""
+    """Receives saved tensors, to put them elsewhere for a while."""
 
     def keep(self, x: Tensor) -> Tensor | PackedTensor:
-        """A tensor is saved; gives what is saved in its place."""
+        """A tensor is saved; returns what is saved in its place."""
 
     def note(self, known: Recomputable) -> None:
-        """What a tensor can be made of again is saved."""
+        """A tensor is saved as the inputs that it can be recomputed from."""
 
 
 _SLOTS: list[_Slot] | None = None
@@ -114,7 +114,7 @@ def note_form(x: Tensor, form: Form) -> None:
 
 
 def note(x: Tensor, inputs: Sequence[Tensor], make: Callable[..., Tensor]) -> None:
-    """Remember what a tensor can be made of again, while it is alive."""
+    """Note the inputs that a tensor can be recomputed from, while it is alive."""
     if _OPEN:
         views = tuple(_view(each) for each in inputs)
         for each, view in zip(inputs, views, strict=True):
@@ -130,14 +130,14 @@ def _remember(x: Tensor, known: Recomputable) -> None:
 
 
 def _view(x: Tensor) -> Tensor | _View:
-    """A tensor, or how it is a view of one that is known."""
+    """The tensor itself, or its description as a view of a noted one."""
     known = _KNOWN.get(storage_key(x.untyped_storage())) if x.layout == torch.strided else None
     return x.detach() if known is None else _View(known[1], x.shape, x.stride(), x.storage_offset())
 
 
 @contextlib.contextmanager
 def noted_afterwards() -> Iterator[None]:
-    """What is saved inside is looked at when it closes: an operator saves its own result before that can be noted."""
+    """Tensors saved inside are packed when it closes: an operator saves its own result before that can be noted."""
     global _SLOTS
     slots: list[_Slot] = []
     _SLOTS = slots
@@ -180,7 +180,7 @@ def _unpack(packed: Tensor | _View | _Slot | PackedTensor) -> Tensor:
 
 @contextlib.contextmanager
 def saving(keeper: SavedTensorHook | None = None) -> Iterator[None]:
-    """While it is open, forward passes save what tensors are made of again; the rest a `keeper` may keep."""
+    """While it is open, forward passes save the inputs of noted tensors instead of these; a `keeper` may keep the other tensors."""
     global _OPEN, _KEEPER
     _OPEN += 1
     _KEEPER, before = keeper, _KEEPER

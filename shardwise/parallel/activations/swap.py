@@ -1,11 +1,11 @@
-"""Saved tensors that wait in the host's memory, or on its disk, for the backward pass (vDNN, Rhu et al. 2016; Capuchin, Peng et al.
-2020).
+"""Saved tensors that wait in host memory, or on the host's disk, for the backward pass (vDNN, Rhu et al. 2016; Capuchin, Peng et
+al. 2020).
 
-On a GPU a tensor leaves for pinned memory on a stream of its own as soon as it is saved. At most `IN_FLIGHT` bytes are underway;
-for more, the passes wait. In the backward pass it comes back on another stream: who needs one lets those that are needed next
-start, a layer's worth of them. So both ways overlap with the passes, as far as the link is fast enough. Memory is given out and
-taken back on the passes' own stream, so the host may run ahead of the device. On a CPU it is a plain copy. A tensor on disk is
-written and read where it is needed, and overlaps with nothing. The bits are the same.
+On a GPU a tensor is copied to pinned memory on a separate stream as soon as it is saved. At most `IN_FLIGHT` bytes are in flight;
+beyond that, the passes wait. In the backward pass it comes back on another stream: when one tensor is needed, the copies of those
+needed next start too, a layer's worth of them. So both directions overlap with the passes, as far as the link is fast enough.
+Memory is allocated and freed on the passes' own stream, so the host may run ahead of the device. On a CPU it is a plain copy. A
+tensor on disk is written and read at the moment it is needed, and overlaps with nothing. The bits are the same.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 from shardwise.plan.cost.host import IN_FLIGHT
 
 AHEAD = 9
-"""Tensors that start on their way back before they are needed: about those of a layer."""
+"""Tensors that start being copied back before they are needed: about those of a layer."""
 
 
 class Swap:
-    """Where the saved tensors of this rank wait."""
+    """Holds the saved tensors of this rank that leave the device."""
 
     def __init__(self, folder: str = "") -> None:
-        """In the host's memory, or in files of a folder."""
+        """In host memory, or in files of a folder."""
         self.folder = folder
         self.streams: tuple[Any, Any] | None = None
         self.order: list[_Host | None] = []
@@ -38,11 +38,11 @@ class Swap:
         self.alive: weakref.WeakSet[_Host] = weakref.WeakSet()
 
     def begin(self) -> None:
-        """A forward pass begins: what it saves is needed in the other order."""
+        """A forward pass begins: its saved tensors are needed in reverse order."""
         self.order = []
 
     def held(self) -> list[Tensor]:
-        """What is in the host's memory now."""
+        """The tensors in host memory now."""
         return [each.host for each in self.alive]
 
     def form(self, x: Tensor) -> tuple[tuple[Tensor, ...], Callable[..., Tensor]]:
@@ -57,13 +57,13 @@ class Swap:
         return (), host
 
     def wait(self, most: int) -> None:
-        """Let the passes wait until no more than so many bytes are on their way to the host."""
+        """Make the passes wait until at most this many bytes are in flight to the host."""
         while self.leaving and sum(x.nbytes for x, _ in self.leaving) > most:
             torch.cuda.current_stream().wait_event(self.leaving.popleft()[1])
 
 
 class _Host:
-    """A tensor in the host's memory, which is called to come back."""
+    """A tensor in host memory; calling it brings the tensor back."""
 
     def __init__(self, x: Tensor, swap: Swap, order: list[_Host | None]) -> None:
         self.place, self.order, self.swap, self.device = len(order), order, swap, x.device
@@ -78,11 +78,11 @@ class _Host:
         with torch.cuda.stream(stream):
             self.host.copy_(x, non_blocking=True)
             self.left = stream.record_event()
-        swap.leaving.append((x, self.left))  # its memory is not given to others before the passes have waited
+        swap.leaving.append((x, self.left))  # its memory is not reused before the passes have waited
         swap.wait(IN_FLIGHT)
 
     def start(self) -> None:
-        """Let it start on its way back."""
+        """Start copying it back."""
         if self.back is not None:
             return
         assert self.swap.streams is not None
@@ -108,7 +108,7 @@ class _Host:
 
 
 class _File:
-    """A tensor in a file that has no name, which is read to come back."""
+    """A tensor in an unnamed file; calling it reads the tensor back."""
 
     def __init__(self, x: Tensor, folder: str) -> None:
         self.dtype, self.device = x.dtype, x.device

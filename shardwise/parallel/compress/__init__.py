@@ -1,1 +1,1 @@
-"""Gradients between replicas in fewer bytes: one file for each method, and what chooses between them."""
+"""Compressed exchange of gradients between replicas: one file per method, and the choice between them."""

@@ -1,7 +1,7 @@
 """Blocks of values in 8, 4 or 1 bits with a scale each: encoded to bytes and decoded.
 
 Rounding is to nearest. The largest value of a block sets the scale of int8, int4 and fp8 (E4M3); the scale of signs is the mean
-magnitude, which is the closest that two values of one size can come.
+magnitude, the closest approximation by two values of equal size.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from shardwise.run.compression import BLOCK
 
 
 class Codec(NamedTuple):
-    """A way to write values, [blocks, BLOCK], as bytes."""
+    """An encoding of values, [blocks, BLOCK], as bytes."""
 
     scales: Callable[[Tensor, Tensor], Tensor]
-    """The scale of each block, of the values and of how many of them are not padding; float32, [blocks, 1]."""
+    """The scale of each block, from its values and the number of them that are not padding; float32, [blocks, 1]."""
     encode: Callable[[Tensor, Tensor], Tensor]
     """Values and scales to codes, [blocks, bytes]."""
     decode: Callable[[Tensor, torch.dtype], Tensor]
@@ -27,13 +27,13 @@ class Codec(NamedTuple):
 
 
 def to_bytes(codec: Codec, values: Tensor, counts: Tensor) -> Tensor:
-    """Blocks as bytes on the wire: the codes, then the scale. `counts` says how many values of each are not padding."""
+    """Blocks as bytes on the wire: the codes, then the scale. `counts` is the number of values per block that are not padding."""
     scales = codec.scales(values, counts)
     return torch.cat((codec.encode(values, scales), scales.view(torch.uint8)), dim=1)
 
 
 def from_bytes(codec: Codec, sent: Tensor, dtype: torch.dtype) -> Tensor:
-    """The blocks that such bytes stand for."""
+    """The blocks that such bytes encode."""
     scales = sent[:, -4:].contiguous().view(torch.float32)
     return codec.decode(sent[:, :-4], dtype) * scales.to(dtype)
 
@@ -50,7 +50,7 @@ def _mean_magnitude(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def _in_scale(values: Tensor, scales: Tensor, most: float) -> Tensor:
-    """Values over their scale. A block of zeros has the scale 0."""
+    """Values divided by their scale. A block of zeros has the scale 0."""
     scales = scales.to(values.dtype)
     return (values / torch.where(scales > 0, scales, 1.0)).clamp(-most, most)
 
@@ -64,7 +64,7 @@ def _decode_int8(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _encode_fp8(values: Tensor, scales: Tensor) -> Tensor:
-    # By float32 whatever the gradients are: PyTorch has no direct conversion from float64 that rounds once.
+    # Via float32, whatever dtype the gradients have: PyTorch has no direct conversion from float64 that rounds once.
     return _in_scale(values, scales, 448).float().to(torch.float8_e4m3fn).view(torch.uint8)
 
 
@@ -73,7 +73,7 @@ def _decode_fp8(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _encode_int4(values: Tensor, scales: Tensor) -> Tensor:
-    """Two to a byte, the first half of a block in the low bits: no strided access."""
+    """Two values per byte, the first half of a block in the low bits: no strided access."""
     codes = (_in_scale(values, scales, 7).round().to(torch.int8) + 8).view(torch.uint8)
     return codes[:, : BLOCK // 2] | (codes[:, BLOCK // 2 :] << 4)
 

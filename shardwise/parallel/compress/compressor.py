@@ -1,4 +1,4 @@
-"""What a method of compression is: it adds up tensors over replicas, and may keep tensors of its own from step to step."""
+"""The interface of a compression method: it sums tensors over replicas, and may keep its own tensors from step to step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ State = dict[str, Tensor]
 
 
 class Compressor(Protocol):
-    """Adds up gradients over the ranks of a group, roughly."""
+    """Sums gradients over the ranks of a group, approximately."""
 
     states: list[State]
-    """Of each tensor, in the order they are given."""
+    """One for each tensor, in the order they are given."""
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over the ranks, as far as it was sent. Every rank calls it, and gets the same."""
+        """Replace each tensor by its sum over the ranks, as far as it was sent. Every rank calls it, and gets the same result."""
 
 
 def zeros_like(x: Tensor) -> Tensor:
-    """Zeros that lie in memory one behind the other, whatever the tensor is a view of."""
+    """Contiguous zeros, whatever the tensor is a view of."""
     return torch.zeros(x.shape, dtype=x.dtype, device=x.device)

@@ -1,8 +1,8 @@
-"""The exchange of gradients between replicas where it is compressed: once a step, behind the passes, of what this rank holds.
+"""The compressed exchange of gradients between replicas: once a step, after the passes, of the gradients that this rank holds.
 
-The passes run as if each replica were alone, so every other axis is as without replicas: where parameters are sharded, a rank
-exchanges its shard of the gradients with the ranks that hold the same shard. Nothing overlaps with the passes. Errors that are kept
-are of gradients as the backward pass leaves them, before the count of tokens divides them.
+The passes run as if each replica were alone, so every other axis works as without replicas: where parameters are sharded, a rank
+exchanges its shard of the gradients with the ranks that hold the same shard. Nothing overlaps with the passes. Kept errors are of
+gradients as the backward pass leaves them, before the token count divides them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MomentumOf = Callable[[int], Tensor]
 
 
 class Exchange:
-    """Adds up this rank's gradients over the replicas."""
+    """Sums this rank's gradients over the replicas."""
 
     def __init__(self, parameters: Sequence[LocalParameter], mesh: Mesh, train: TrainConfig) -> None:
         group = mesh.group("replicate")
@@ -40,17 +40,17 @@ class Exchange:
         self.compressor = make_compressor(mesh.layout, group, [held[n] for n in self.indices], train.beta1)
 
     def hides_norm(self, step: int) -> bool:
-        """Whether what comes out of an exchange, in a step counted from 1, says nothing of the gradients' size: it is the
-        momentum, or what many steps kept back."""
+        """Whether the result of an exchange, in a step counted from 1, does not show the gradients' size: it is the momentum, or
+        holds what many steps kept back."""
         return (isinstance(self.compressor, OneBit) or self.layout.compress_frozen) and not self.is_plain(step)
 
     def is_plain(self, step: int) -> bool:
-        """Whether gradients of a step travel as they are."""
+        """Whether gradients of a step are sent uncompressed."""
         return step <= self.layout.compress_warmup
 
     @torch.no_grad()
     def add_up(self, step: int, momentum_of: MomentumOf, factor: Tensor) -> None:
-        """Add up the gradients of a step, counted from 1. The optimizer's momentum is of gradients times `factor`."""
+        """Sum the gradients of a step, counted from 1. The optimizer's momentum is of gradients times `factor`."""
         gradients = [gradient_of(h) for h in self.parameters]
         if self.is_plain(step):
             all_reduce_together(gradients, self.group)
@@ -60,7 +60,7 @@ class Exchange:
         self.compressor.add_up(gradients)
 
     def state_of(self, index: int) -> State:
-        """What is kept for a parameter, by its index."""
+        """The tensors kept for a parameter, by its index."""
         return self.compressor.states[self.indices.index(index)] if index in self.indices else {}
 
 
@@ -80,7 +80,7 @@ def make_compressor(
 
 
 def gradient_of(held: LocalParameter) -> Tensor:
-    """This rank's gradient of a parameter; zeros where no token led to it."""
+    """This rank's gradient of a parameter; zeros where no token reached it."""
     if held.leaf.grad is None:
         held.leaf.grad = torch.zeros_like(held.leaf)
     gradient = held.grad

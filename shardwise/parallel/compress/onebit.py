@@ -1,10 +1,9 @@
-"""1-bit Adam (Tang et al. 2021): behind a warm-up replicas exchange Adam's momentum instead of gradients, as signs with a scale for
-each block and error feedback, and Adam's second moment stays as the warm-up left it (`train/optimizers/onebit_adam.py`).
+"""1-bit Adam (Tang et al. 2021): after a warm-up replicas exchange Adam's momentum instead of gradients, as signs with a scale for
+each block and error feedback; Adam's second moment stays as the warm-up left it (`train/optimizers/onebit_adam.py`).
 
-A gradient as such can't be sent as signs, because Adam divides by the square of it; the momentum changes slowly enough. With the
-common momentum m and this rank's gradient g_i, u_i = b m / r + (1 - b) g_i is what the ranks add up. What is handed on is the
-gradient that leads from m to their sum, so the optimizer does what it always does. Traffic and memory: those of `quantized.py` with
-1 bit and error feedback.
+A gradient itself can't be sent as signs, because Adam divides by its square; the momentum changes slowly enough. With the common
+momentum m and this rank's gradient g_i, the ranks sum u_i = b m / r + (1 - b) g_i. The result is the gradient that leads from m to
+their sum, so the optimizer runs unchanged. Traffic and memory: those of `quantized.py` with 1 bit and error feedback.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from shardwise.parallel.compress.quantized import Quantized
 
 
 class OneBit(Quantized):
-    """Sums over ranks of the momentum, in signs."""
+    """Sums over ranks of the momentum, as signs."""
 
     def __init__(self, group: dist.ProcessGroup, tensors: Sequence[Tensor], beta: float) -> None:
         """For tensors like these, and Adam's first beta."""
@@ -27,7 +26,7 @@ class OneBit(Quantized):
         self.momenta: list[Tensor] = []
 
     def know(self, momenta: Sequence[Tensor], factor: Tensor) -> None:
-        """The common momentum of each tensor as the optimizer has it: of gradients times a factor."""
+        """Set the common momentum of each tensor as the optimizer has it: of gradients times a factor."""
         self.momenta = [(m / factor).to(m.dtype) for m in momenta]
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:

@@ -1,10 +1,10 @@
-"""PowerSGD (Vogels et al. 2019): a matrix of gradients as two factors of low rank, found by one step of power iteration a step of
-training, which starts from the factor of the step before.
+"""PowerSGD (Vogels et al. 2019): a gradient matrix as two low-rank factors, found by one power iteration per training step, which
+starts from the previous step's factor.
 
-With M = gradient + error of this rank, P = M Q is added up over ranks and orthogonalised, then Q = M^T P is; the sum of the
+With M = gradient + error of this rank, P = M Q is summed over ranks and orthogonalised, then Q = M^T P is summed; the sum of the
 gradients is P Q^T, and each of r ranks keeps M - P Q^T / r as its error. Bytes a rank sends: 2 (r-1)/r of k (rows + columns) values
-of each matrix, in two messages; vectors, and matrices that are not larger than their factors, are added up exactly in a third.
-Memory: the error, as large as the gradients, and Q. Experts are matrices of their own.
+of each matrix, in two messages; vectors, and matrices that are not larger than their factors, are summed exactly in a third.
+Memory: the error, as large as the gradients, and Q. Each expert is a separate matrix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.run.compression import as_matrices, has_low_rank
 
 
 class PowerSGD:
-    """Sums over ranks by factors of low rank."""
+    """Sums over ranks by low-rank factors."""
 
     def __init__(self, group: dist.ProcessGroup, tensors: Sequence[Tensor], rank: int) -> None:
         """For tensors like these."""
@@ -32,7 +32,8 @@ class PowerSGD:
                 self.states.append({})
                 continue
             matrices, _, columns = as_matrices(each.shape)
-            # The same on every rank that holds a copy, whatever else it holds; a step of power iteration is far from wanting more.
+            # The same start on every rank that holds a copy, whatever else it holds; power iteration needs no more than
+            # that.
             generator = torch.Generator().manual_seed(columns)
             start = torch.randn(matrices, columns, rank, dtype=torch.float64, generator=generator)
             self.states.append({"error": zeros_like(each), "factor": start.to(each)})

@@ -1,8 +1,9 @@
 """The quantised sum over ranks: quantise, all-to-all, add, quantise, all-gather (as in ZeRO++, Wang et al. 2023).
 
-Each of r ranks adds up a share of the blocks. Bytes a rank sends: 2 (r-1)/r of the blocks, at BITS/8 x 256 + 4 bytes each, in two
-messages. Values are rounded twice, once on each way. With error feedback what both roundings lost is kept, the second one's by the
-rank that made it, and added in the next step: over time everything is sent. Memory: nothing, or one more tensor for each gradient.
+Each of r ranks sums a share of the blocks. Bytes a rank sends: 2 (r-1)/r of the blocks, at BITS/8 x 256 + 4 bytes each, in two
+messages. Values are rounded twice, once in each direction. With error feedback the losses of both roundings are kept, that of the
+second by the rank that rounded, and added in the next step: over time everything is sent. Memory: nothing, or one more tensor for
+each gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Quantized:
     """Sums over ranks in blocks of few bits."""
 
     def __init__(self, method: str, group: dist.ProcessGroup, tensors: Sequence[Tensor], error: str = "") -> None:
-        """For tensors like these; with error feedback where what was not sent has a name."""
+        """For tensors like these; with error feedback where `error` names the state of unsent values."""
         self.codec = CODECS[method]
         self.group = group
         self.states: list[State] = [{error: zeros_like(t)} if error else {} for t in tensors]
@@ -31,7 +32,7 @@ class Quantized:
         self.start(tensors).finish()
 
     def start(self, tensors: Sequence[Tensor]) -> PendingReduction:
-        """Send the tensors, and do not wait for the others' to arrive."""
+        """Start sending the tensors, without waiting for those of the other ranks."""
         for each, state in zip(tensors, self.states, strict=True):
             for left in state.values():
                 each.add_(left)
@@ -39,7 +40,7 @@ class Quantized:
 
 
 class PendingReduction:
-    """A quantised sum on its way: sent, then `add`ed up and sent on, then `finish`ed."""
+    """A quantised sum in flight: sent, then summed and sent on by `add`, then completed by `finish`."""
 
     def __init__(self, codec: Codec, group: dist.ProcessGroup, tensors: list[Tensor], states: list[State]) -> None:
         self.codec, self.group, self.tensors, self.states = codec, group, tensors, states
@@ -55,7 +56,7 @@ class PendingReduction:
         self.work = dist.all_to_all_single(self.arrived, self.sent, group=group, async_op=True)
 
     def add(self) -> None:
-        """Add up this rank's share of what has arrived, and send the sums."""
+        """Sum this rank's share of the received blocks, and send the sums."""
         if self.added or not self.share:
             return
         self._wait()
@@ -64,7 +65,7 @@ class PendingReduction:
         total = torch.zeros_like(self.blocks[own])
         for part in self.arrived.chunk(self.group.size()):
             total += from_bytes(codec, part, dtype)
-        # Padding has a sign as well.
+        # Padding decodes to a sign as well: set it to zero.
         total *= torch.arange(BLOCK, device=total.device) < self.counts[own, None]
         sums = to_bytes(codec, total, self.counts[own])
         if any(self.states):
@@ -77,7 +78,7 @@ class PendingReduction:
         self.added = True
 
     def finish(self) -> None:
-        """Put the sums in the place of the tensors."""
+        """Replace the tensors by the sums."""
         self.add()
         if not self.share:
             return
@@ -92,7 +93,7 @@ class PendingReduction:
 
 
 def _in_blocks(tensors: Sequence[Tensor], blocks: int) -> Tensor:
-    """All tensors one behind the other, each from a block of its own on."""
+    """All tensors one after another, each beginning at a new block."""
     out = tensors[0].new_zeros(blocks, BLOCK)
     flat, at = out.view(-1), 0
     for each in tensors:
@@ -102,7 +103,7 @@ def _in_blocks(tensors: Sequence[Tensor], blocks: int) -> Tensor:
 
 
 def _of_blocks(blocks: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The values of such tensors again."""
+    """The values of the tensors, from such blocks."""
     flat, at, found = blocks.view(-1), 0, []
     for each in tensors:
         found.append(flat[at : at + each.numel()].view(each.shape))

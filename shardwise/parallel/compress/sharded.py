@@ -1,10 +1,11 @@
-"""ZeRO++ (Wang et al. 2023): what `fully_shard` sends, in blocks of few bits.
+"""ZeRO++ (Wang et al. 2023): the collectives of `fully_shard`, in blocks of few bits.
 
-Weights (qwZ): a rank quantises its shard of a layer before the all-gather, and all ranks, itself too, compute with what it stands
-for; the parameters that the optimizer updates stay as they are. A backward pass that gathers from secondary shards (hpZ) gets these
-values as they are, so that both passes compute with the same. Gradients (qgZ): whole gradients are quantised, dealt out by one
-all-to-all and added in the dtype of the sum, so that each is rounded once. Bytes a rank sends are those of the all-gather and the
-reduce-scatter in BITS/8 + 4/256 bytes a value, the values of a layer padded to blocks of 256. Nothing is kept.
+Weights (qwZ): a rank quantises its shard of a layer before the all-gather, and all ranks, itself included, compute with the
+dequantised values; the parameters that the optimizer updates stay as they are. A backward pass that gathers from secondary shards
+(hpZ) gets these values as they are, so that both passes compute with the same weights. Gradients (qgZ): unsharded gradients are
+quantised, exchanged by one all-to-all and added in the reduce dtype, so that each is rounded once. A rank sends the values of the
+all-gather and the reduce-scatter at BITS/8 + 4/256 bytes per value, the values of a layer padded to blocks of 256. No state is
+kept.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shardwise.run.compression import BLOCK, blocks_of
 
 
 class _Quantized:
-    """What `fully_shard` asks of a collective of someone else's: memory, and the collective."""
+    """What `fully_shard` requires of a custom collective: an allocator, and the collective."""
 
     def __init__(self, method: str) -> None:
         self.codec = CODECS[method]
@@ -38,13 +39,14 @@ class _Quantized:
         return to_bytes(self.codec, blocks.view(-1, BLOCK), counts)
 
     def decoded(self, sent: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """Rows of so many values again."""
+        """Decode rows of this many values."""
         values = from_bytes(self.codec, sent, at_least_float32(dtype))
         return values.view(-1, blocks_of(length) * BLOCK)[:, :length].to(dtype)
 
 
 class QuantizedAllGather(_Quantized):
-    """All shards of a layer's weights, over so many ranks; from fewer, which are near, come values that were rounded before."""
+    """All-gathers the shards of a layer's weights, quantised over this many ranks; a smaller, near group sends values that were
+    already rounded."""
 
     def __init__(self, method: str, ranks: int) -> None:
         super().__init__(method)

@@ -1,10 +1,10 @@
-"""Top-k (Deep Gradient Compression, Lin et al. 2018): of each tensor a rank sends the largest values alone, with their places, and
+"""Top-k (Deep Gradient Compression, Lin et al. 2018): of each tensor a rank sends only the largest values, with their indices, and
 keeps the rest for later.
 
 With momentum m, u = m u + gradient and error = error + u (momentum correction); the k largest of the error are sent, and both are
-set to 0 in their places (momentum factor masking). Without momentum the error is the plain sum of what was not sent. Bytes a rank
-sends: (r-1) of 8 k (a value and its place in 32 bits; 12 k in float64), in two messages. Memory: the error, and u where there is
-momentum. All ranks add what arrives in the same order, so they get the same bits.
+set to 0 at their indices (momentum factor masking). Without momentum the error is the plain sum of unsent values. Bytes a rank
+sends: (r-1) of 8 k (a value and its index in 32 bits; 12 k in float64), in two messages. Memory: the error, and u where there is
+momentum. All ranks add the received values in the same order, so they get the same bits.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class TopK:
         sums = [values.new_zeros(each.numel()) for each in tensors]
         for some, where in zip(all_values.chunk(ranks), all_places.chunk(ranks), strict=True):
             for total, v, p in zip(sums, some.split(counts), where.split(counts), strict=True):
-                total[p.long()] += v  # a place comes once from each rank
+                total[p.long()] += v  # each rank sends an index only once
         for each, total in zip(tensors, sums, strict=True):
             each.copy_(total.view(each.shape))
 
     def _choose(self, gradient: Tensor, state: State, count: int) -> tuple[Tensor, Tensor]:
-        """What is sent of a tensor, and from where; the rest stays."""
+        """The values of a tensor to send, and their indices; the rest stays in the state."""
         error = state["error"]
         if self.momentum:
             error.add_(state["momentum"].mul_(self.momentum).add_(gradient))

@@ -1,1 +1,1 @@
-"""From a budget to a model: laws of the loss, the planner's speed and the price list, together."""
+"""From a budget to a model: combines scaling laws, the planner's throughput and the price list."""

@@ -1,8 +1,8 @@
 """The best model for a budget of compute, device-hours or money on a chip.
 
-A law says which size is best for an amount of compute; how much compute an hour gives depends on the size and its layout, which the
-planner finds. So a few sizes around the law's optimum are planned, each gets the tokens its speed leaves it, and the lowest
-loss wins.
+A scaling law gives the best size for an amount of compute; the compute of a device-hour depends on the size and its layout, which
+the planner finds. So a few sizes around the law's optimum are planned, each gets the tokens that its throughput allows, and the
+lowest loss wins.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from shardwise.scale.published import step_law
 from shardwise.scale.shapes import shape_of
 
 USUAL_MFU = 0.4
-"""Where the search begins; the plan's own takes its place."""
+"""The MFU that the search starts with; the plan's own MFU then replaces it."""
 SPREAD = (0.5, 0.71, 1.0, 1.41, 2.0)
-"""Sizes that are planned, as multiples of the law's best."""
+"""The sizes to plan, as multiples of the law's best."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Wanted:
     seq_len: int = 4096
     vocab: int = 128256
     served: float = 0.0
-    """Tokens that the model will read and write in its life."""
+    """Tokens that the model will read and write over its lifetime."""
     price: float = 0.0
 
 
@@ -60,13 +60,13 @@ class Choice:
 
     @property
     def flops(self) -> float:
-        """Of training, 6 N D."""
+        """FLOPs of training, 6 N D."""
         return FLOPS_PER_TOKEN * self.params * self.tokens
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The best choice, the others that were planned, and what the law alone would take."""
+    """The best choice, all planned choices, and the optimum by the law alone."""
 
     best: Choice
     choices: list[Choice]
@@ -75,7 +75,7 @@ class Budget:
 
 
 def find_budget(wanted: Wanted, loss: Loss, tell: Callable[[str], None] = lambda text: None) -> Budget:
-    """Plan sizes around the best, and take the one with the lowest loss."""
+    """Plans sizes around the law's best, and takes the one with the lowest loss."""
     chip = find_chip(wanted.chip)
     peak = chip.peak.get("bfloat16") or max(chip.peak.values())
     hours = wanted.hours or wanted.flops / (peak * USUAL_MFU * 3600)
@@ -103,7 +103,7 @@ def find_budget(wanted: Wanted, loss: Loss, tell: Callable[[str], None] = lambda
 def _choice(
     wanted: Wanted, shape: dict[str, Any], guess: float, devices: int, per_node: int, loss: Loss, hours: float
 ) -> Choice | None:
-    """A size on the devices; twice, because the batch, and with it the speed, depends on the tokens that the speed leaves."""
+    """Plans one size on the devices; twice, because the batch, and so the throughput, depends on the tokens that it allows."""
     tokens = guess
     for _ in range(2):
         plan = _plan(wanted, shape, tokens, devices, per_node)
@@ -112,7 +112,7 @@ def _choice(
         if wanted.flops:
             tokens = (wanted.flops - used) / (FLOPS_PER_TOKEN * size)
         else:
-            # Serving is paid for at the speed of training.
+            # Serving is charged at the throughput of training.
             rate = plan.cost.device_hours / (plan.run.train.steps * plan.run.batch_tokens)
             tokens = hours / rate - used / (FLOPS_PER_TOKEN * size)
         if tokens < 1e3:
@@ -137,7 +137,7 @@ def _plan(wanted: Wanted, shape: dict[str, Any], tokens: float, devices: int, pe
 
 
 def _devices(hours: float, days: float, per_node: int) -> int:
-    """The fewest devices that finish in so many days: parts of a machine, then machines in powers of two."""
+    """The fewest devices that finish in `days` days: fractions of a machine, then machines in powers of two."""
     need = hours / (24 * days)
     count = 1
     while count < need and count < 2**20:
@@ -146,6 +146,6 @@ def _devices(hours: float, days: float, per_node: int) -> int:
 
 
 def written(choice: Choice) -> Plan:
-    """The plan with the learning rate of the law in its run, to be written as a run."""
+    """The plan whose run has the law's learning rate, to be written to a file."""
     run = choice.plan.run
     return replace(choice.plan, run=replace(run, train=replace(run.train, lr=choice.lr)))

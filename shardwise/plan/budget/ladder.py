@@ -1,7 +1,7 @@
-"""A ladder: small runs of the same kind as a large one, from which its loss is predicted before it is paid for.
+"""A ladder: small runs of the same kind as a large target run, from which its loss is predicted before it is paid for.
 
-Every rung has the target's tokens a parameter, so that one power law goes through all of them, and the target's proportions. Batch
-and learning rate follow the Step law from the target's own (Li et al. 2025); with muP the learning rate is the target's everywhere.
+Every rung has the target's tokens per parameter, so that one power law fits all of them, and the target's proportions. Batch and
+learning rate are scaled from the target's by the Step law (Li et al. 2025); with muP every rung has the target's learning rate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.scale.published import step_law
 SPACING = 1.6
 """Ratio of the sizes of two neighbouring rungs."""
 LARGEST = 3.0
-"""The target is at least so many times larger than any rung."""
+"""The target is at least this many times larger than any rung."""
 FEWEST_STEPS = 50
 
 
@@ -32,7 +32,7 @@ class Rung:
 
     @property
     def flops(self) -> float:
-        """What it takes, 6 N D."""
+        """FLOPs of training, 6 N D."""
         return FLOPS_PER_TOKEN * self.params * self.tokens
 
 
@@ -42,7 +42,7 @@ def rung_of(run: Run) -> Rung:
 
 
 def make_ladder(target: Run, flops: float, rungs: int = 5) -> list[Rung]:
-    """Runs that together take at most so many FLOPs, the smallest first."""
+    """Runs that together take at most `flops` FLOPs, the smallest first."""
     goal = rung_of(target)
     ratio = goal.tokens / goal.params
     shares = [SPACING ** (-2 * at) for at in range(rungs)]
@@ -82,8 +82,8 @@ def _rung(target: Run, goal: Rung, wanted: float, ratio: float) -> Rung:
 
 
 def _smaller(model: ModelConfig, wanted: float, most: float) -> ModelConfig:
-    """The model with about so many parameters, never more than the most: hidden, heads and widths shrink together, and
-    the depth with them, at half the rate; heads keep their size."""
+    """The model shrunk to about `wanted` parameters, never more than `most`: hidden size, heads and widths shrink together, and the
+    depth with them, at half the rate; heads keep their size."""
     best: tuple[float, ModelConfig] | None = None
     group = model.heads // model.kv_heads
     for heads in range(1, model.heads + 1):

@@ -1,8 +1,8 @@
-"""The time that replicas take to exchange compressed gradients (`parallel/compress`), or what they learned once in a while
-(`parallel/outer.py`), in the mean of a step: nothing overlaps with it unless that is asked for. Sizes may be arrays.
+"""Mean seconds a step that replicas take to exchange compressed gradients (`parallel/compress`), or weight changes once in
+`sync_every` steps (`parallel/outer.py`). Nothing overlaps with it unless the layout asks for that. Sizes may be arrays.
 
-Of PowerSGD's factors only how many values there are for each of the gradients' is taken, by the widths of a layer's matrices;
-`trainer/compression.py` has the bytes to the last one.
+The size of PowerSGD's factors is taken as a ratio to that of the gradients, from the widths of a layer's matrices;
+`trainer/compression.py` has the exact bytes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from shardwise.run.coordinates import group_span
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 """Bytes after which DistributedDataParallel closes a bucket."""
 SUM = 8
-"""Bytes of the loss, the squared norm, the count of tokens and the wish to stop, which are float64."""
+"""Bytes each of the loss, the squared norm, the token count and the stop request, which are float64."""
 PASSES = {"none": 9.0, "int8": 8.0, "fp8": 8.0, "int4": 8.0, "onebit": 14.0, "topk": 10.0, "powersgd": 8.0}
-"""How often a gradient is read or written while it is compressed and added up, about; as written in `parallel/compress`, and with
-"none" what is exchanged once in a while, as in `parallel/outer.py`."""
+"""About how often a gradient is read or written while it is compressed and summed, as implemented in `parallel/compress`; "none" is
+the uncompressed exchange of `parallel/outer.py`."""
 
 
 def replica_seconds(job: Job, size: Number) -> Number:
-    """Seconds of the all-reduce of so many bytes of gradients over replicas that PyTorch's wrappers add up. Where machines are far
-    apart each message counts, and there is one for each of DistributedDataParallel's buckets."""
+    """Seconds of PyTorch's all-reduce of this many bytes of gradients over replicas. Where machines are far apart the latency of
+    each message counts, and DistributedDataParallel sends one for each bucket."""
     if job.layout.replicas_apart:
         return 0.0 * size
     seconds = collective_seconds(job.cluster, "all_reduce", size, *span(job, "replicate"))
@@ -37,7 +37,7 @@ def replica_seconds(job: Job, size: Number) -> Number:
 
 
 def exchange_seconds(job: Job, numel: Number) -> Number:
-    """Seconds of the exchange of so many gradients of a rank; 0 where replicas do not compress."""
+    """Seconds to exchange this many gradients of a rank; 0 where PyTorch's wrappers all-reduce them instead."""
     lay, width = job.layout, max(4.0, job.width)
     if not lay.replicas_apart:
         return 0.0 * numel
@@ -57,17 +57,17 @@ def exchange_seconds(job: Job, numel: Number) -> Number:
         other = m.expert_ffn if m.experts else m.ffn / lay.tensor
         share = lay.compress_rank / m.hidden, lay.compress_rank / other
         seconds = sent("all_reduce", numel * share[0] * width) + sent("all_reduce", numel * share[1] * width)
-        seconds = seconds + sent("all_reduce", m.layers * m.hidden * width)  # vectors, as they are
+        seconds = seconds + sent("all_reduce", m.layers * m.hidden * width)  # vectors, uncompressed
     else:
         seconds = sent("all_reduce", numel * width)
     if lay.sync_every > 1:
-        seconds = seconds + sent("all_reduce", SUM)  # the wish to stop
+        seconds = seconds + sent("all_reduce", SUM)  # the stop request
     return (seconds + work) * (np.asarray(lay.replicate) > 1) / lay.sync_every
 
 
 def agreement_seconds(job: Job) -> Number:
-    """Seconds that ranks wait to learn of each other's loss and norm, where their machines are far apart; elsewhere they are among
-    what does not scale with the work. Replicas that rarely speak do not wait for each other."""
+    """Seconds that ranks wait for each other's loss and norm, where their machines are far apart; elsewhere this is part of the
+    constant overhead of a step. Replicas that synchronize rarely do not wait for each other."""
     lay = job.layout
     if not job.cluster.far:
         return 0.0
@@ -76,16 +76,16 @@ def agreement_seconds(job: Job) -> Number:
 
 
 def quantized_width(method: str, plain: float) -> float:
-    """Bytes of a value between shards, in the mean."""
+    """Mean bytes of a value that is sent between ZeRO shards."""
     return plain if method == "none" else block_bytes(method) / BLOCK
 
 
 def hidden_seconds(job: Job, passes: Number) -> Number:
-    """Of such an exchange, seconds of a step that training may go on for meanwhile, where the passes of a microbatch take so long:
-    those of `sync_overlap` steps for each fragment, in the mean of all steps."""
+    """Mean seconds a step of such an exchange that training can hide, where the passes of a microbatch take `passes` seconds: those
+    of `sync_overlap` steps for each fragment."""
     lay = job.layout
     if not lay.sync_overlap:
         return 0.0 * passes
-    # A search that has not settled the microbatch counts one of them: it hides less.
+    # A search that has not settled the size of a microbatch counts one microbatch, which hides less.
     many = job.accumulation if np.all(job.microbatch) else 1.0
     return many * passes * lay.sync_fragments * lay.sync_overlap / lay.sync_every

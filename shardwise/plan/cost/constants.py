@@ -1,7 +1,7 @@
 """The fitted constants: how well frameworks use chips and links, beyond what the kernel curves say.
 
-Each is a factor on the seconds of one category: a common part, multiplied by one for the chip, the link and the family of
-frameworks. `fitted.json` holds their logarithms. A chip or framework that was never seen has the common part alone.
+Each is a factor on the seconds of one category: a common factor, times one each for the chip, the link and the framework family.
+`fitted.json` holds their logarithms. A chip or framework that the fit has not seen has the common factor alone.
 `benchmarks/fit_rows.py` fits them to the published measurements and writes the file.
 """
 
@@ -39,8 +39,8 @@ each doubling of the machines, `contention` the share of overlapped traffic that
 that could overlap but does not."""
 
 BOUNDS = {"contention": (0.05, 0.25)}
-"""Constants with physical limits. What hidden traffic costs the computation is the SMs and the memory bandwidth that its
-kernels take, whatever else may be wrong with a prediction (`benchmarks/gpu/contention.py` measures it)."""
+"""Constants with physical limits. Overlapped traffic slows computing only by the SMs and the memory bandwidth that its kernels
+take, whatever else may be wrong with a prediction (`benchmarks/gpu/contention.py` measures it)."""
 
 BY_SOURCE = ("matmul", "attention", "memory", "tensor", "expert", "data", "launch", "overhead")
 
@@ -48,13 +48,13 @@ Constants = Mapping[str, float]
 
 
 def kinds_of(name: str) -> tuple[str, ...]:
-    """What a constant may depend on. Each may differ a little from source to source: machines, containers and people do. What is
-    known of a source is used for its other rows alone."""
+    """What a constant may depend on. Those in `BY_SOURCE` may also differ a little from source to source, as machines, containers
+    and people do. What is known of a source is used only for its other rows."""
     return (*NAMES[name][1], "source") if name in BY_SOURCE else NAMES[name][1]
 
 
 def groups_of(job: Job, source: str = "") -> dict[str, str]:
-    """What the constants of a job depend on, by name; `source` is that of a published row, if it may be known."""
+    """The values that a job's constants depend on, by kind; `source` is that of a published row, if it may be used."""
     chip, framework = job.cluster.chip, job.framework
     return {
         "chip": chip.generation,
@@ -71,13 +71,13 @@ def groups_of(job: Job, source: str = "") -> dict[str, str]:
 
 @cache
 def fitted() -> Mapping[str, Any]:
-    """What `fitted.json` holds: the effects, and the widths of intervals."""
+    """The content of `fitted.json`: the effects, and the widths of intervals."""
     return json.loads(resources.files("shardwise.plan").joinpath("fitted.json").read_text())
 
 
 @cache
 def left_out() -> Mapping[str, Any]:
-    """The same with the effects fitted without each source and without each program, which only validation needs."""
+    """`fitted`, and the effects fitted without each source and without each program, which only validation needs."""
     text = resources.files("shardwise.plan").joinpath("left_out.json").read_text()
     return {**fitted(), **json.loads(text)}
 
@@ -88,22 +88,22 @@ MORE_PER_ASSUMPTION = 0.1
 
 
 def interval(classes: Sequence[str], assumed: int = 0, spread: float = 0.0) -> float:
-    """Half the width of the 80% interval, in the logarithm: that of the first of these classes which was calibrated, wider with
-    each assumption about a published row and with the `spread` of what its program may do."""
+    """Half the width of the 80% interval, in the logarithm: that of the first of these classes that was calibrated, widened with
+    each assumption about a published row and with the `spread` over what its program may do."""
     return widened(
         next(fitted()["intervals"][name] for name in classes if name in fitted()["intervals"]), assumed, spread
     )
 
 
 def widened(width: float, assumed: int, spread: float) -> float:
-    """A class' width for one prediction of it."""
+    """The interval width of a class, widened for one prediction."""
     return math.hypot(width * (1.0 + MORE_PER_ASSUMPTION * assumed), EIGHT_IN_TEN * spread)
 
 
 def classes_of(job: Job, *, known_program: bool = True, source: str = "") -> tuple[str, ...]:
-    """The classes of predictions a job belongs to, the narrowest first. Each has an interval of its own, calibrated on rows whose
-    source was left out; those of new programs and chips on rows whose program or generation of chips was; that of further rows of a
-    `source` that took part on rows of which a fifth was left out."""
+    """The classes of predictions that a job belongs to, the narrowest first. Each has its own interval, calibrated on rows whose
+    source was left out of the fit. For unseen programs and chips, the row's program or chip generation was left out; for further
+    rows of a `source` in the fit, a fifth of the rows."""
     kind = "experts" if job.model.experts else "dense"
     if source and any(name.endswith(f"/source:{source}") for name in fitted()["effects"]):
         return (f"{kind}, known source", f"{kind} on {job.cluster.chip.generation}", kind)
@@ -121,8 +121,8 @@ def known_chip(job: Job) -> bool:
 
 
 def effects_without(content: Mapping[str, Any], group: str, *, leave_out: bool, program: str = "") -> dict[str, float]:
-    """The fitted effects for rows of one source: fitted without it where it took part and is to be left out; with a `program`,
-    without any row of that program."""
+    """The fitted effects for rows of one source: with `leave_out`, those fitted without this source, if it took part; with a
+    `program`, those fitted without any row of that program."""
     if program:
         return content.get("without_program", {}).get(program, content["effects"])
     return content.get("without", {}).get(group, content["effects"]) if leave_out else content["effects"]
@@ -131,7 +131,7 @@ def effects_without(content: Mapping[str, Any], group: str, *, leave_out: bool, 
 def scaled(
     names: Mapping[str, tuple[float, tuple[str, ...]]], groups: Mapping[str, str], effects: Mapping[str, float]
 ) -> dict[str, float]:
-    """Constants from their values before fitting and logarithms by "name" and "name/kind:value"."""
+    """Constants from their values before fitting and the fitted logarithms, by "name" and "name/kind:value"."""
     result = {}
     for name, (start, kinds) in names.items():
         total = effects.get(name, 0.0) + sum(effects.get(f"{name}/{kind}:{groups[kind]}", 0.0) for kind in kinds)
@@ -151,14 +151,14 @@ def constants_of(job: Job, effects: Mapping[str, float] | None = None, source: s
 
 
 def _measured(job: Job) -> dict[str, float]:
-    """What a profile of the machine says instead. All constants were fitted to accelerators, so on a CPU the measured kernels are
-    taken as they are."""
+    """The constants that a profile of the machine replaces. All constants were fitted to accelerators, so on a CPU the measured
+    kernels are used unscaled."""
     profile, pipeline = job.cluster.profile, job.layout.pipeline
     if profile is None or not profile.launch:
         return {}
-    layers = job.model.layers / (pipeline if isinstance(pipeline, int) else 1)  # the search asks for many sizes at once
+    layers = job.model.layers / (pipeline if isinstance(pipeline, int) else 1)  # in a search it is an array of sizes
     result = {"launch": profile.launch, "overhead": profile.overhead + profile.layer_overhead * layers}
-    if profile.measures("elementwise", job.dtype):  # the curves hold what the ops take beyond a copy
+    if profile.measures("elementwise", job.dtype):  # the curves include what the ops take beyond a copy
         result["memory"] = 1.0
     if job.cluster.chip.name == "cpu":
         result |= dict.fromkeys(("matmul", "attention", "memory", "optimizer"), 1.0)

@@ -21,7 +21,7 @@ CONVENTION = "model FLOPs: causal attention, head in, embedding lookup out, reco
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters by part, over all layers; `active` are those one token meets."""
+    """Parameters by part, over all layers; `active` are those that one token uses."""
 
     embedding: int
     attention: int
@@ -41,13 +41,13 @@ class Parameters:
 
     @property
     def active(self) -> int:
-        """Parameters that one token meets."""
+        """Parameters that one token uses."""
         return self.total - self.experts + self.active_experts
 
 
 @cache
 def learned_share(model: ModelConfig, adapter: AdapterConfig) -> float:
-    """Parameters that are trained, by those of the network alone."""
+    """Trained parameters, as a share of the network's own parameters."""
     if not adapter.used:
         return 1.0
     dense = model.layers - model.moe_layers
@@ -59,7 +59,7 @@ def learned_share(model: ModelConfig, adapter: AdapterConfig) -> float:
 
 @cache
 def frozen_width(model: ModelConfig, adapter: AdapterConfig, width: float) -> float:
-    """Bytes of a frozen parameter in the mean, where one that is not kept in 4 bits has `width`; 0 where all are trained."""
+    """Mean bytes of a frozen parameter, where one that is not kept in 4 bits has `width`; 0 where all are trained."""
     if not adapter.used:
         return 0.0
     tables = [layer_parameters(model, model.is_moe(layer), adapter) for layer in range(model.layers)]
@@ -93,7 +93,7 @@ def parameters(model: ModelConfig) -> Parameters:
 
 @cache
 def multiplied(model: ModelConfig, moe: bool) -> dict[str, int]:
-    """Elements of one layer's GEMM weights by owner; of the experts, those that one token meets."""
+    """Elements of one layer's GEMM weights by owner; of the experts, those that one token uses."""
     numel: Counter[str] = Counter()
     for entry in layer_parameters(model, moe):
         if entry.multiplied:
@@ -124,8 +124,9 @@ def forward_flops(model: ModelConfig, seq_len: int) -> float:
 
 
 def training_flops(model: ModelConfig, seq_len: int, adapter: AdapterConfig = NO_ADAPTER) -> float:
-    """FLOPs of one token in training: the backward pass costs twice the forward pass. Beside adapters, which count for nothing
-    here, frozen matrices have no gradient, so theirs costs one; attention itself has no matrices."""
+    """FLOPs of one token in training: the backward pass costs twice the forward pass. With adapters, which are not counted here,
+    frozen matrices have no weight gradient, so their backward pass costs one forward pass; attention itself has no weights, and
+    still costs two."""
     whole = forward_flops(model, seq_len)
     if not adapter.used:
         return 3.0 * whole
@@ -140,12 +141,12 @@ def layers_of_stages(run: Run) -> list[range]:
 
 @lru_cache(maxsize=256)
 def _ranges(counts: tuple[int, ...]) -> tuple[range, ...]:
-    """Remembered: every rank of a long pipeline asks."""
+    """Cached: every rank of a long pipeline asks."""
     return tuple(range(a, b) for a, b in pairwise([0, *accumulate(counts)]))
 
 
 def stage_counts(model: ModelConfig, layout: LayoutConfig, seq_len: int) -> tuple[int, ...]:
-    """How many layers every stage holds, of one direction."""
+    """How many layers every stage of one direction holds."""
     return layout.stages or _balanced(model, layout.distinct_stages, seq_len)
 
 

@@ -1,8 +1,8 @@
 """How a training framework executes a layout: the facts about software that change what a step costs.
 
-A layout says where things are; a framework says what the program that runs it saves, fuses, overlaps and recomputes. The first is
-Shardwise; the others are the programs whose published measurements the planner is held to. What a program does is a fact and
-stands here. How well it does it is fitted, and stands in `fitted.json` under the framework's `family`.
+A layout says where things are; a framework says what the program that runs it saves, fuses, overlaps and recomputes. The first one
+is Shardwise; the others are the programs whose published measurements the planner is validated against. What a program does is a
+fact and is listed here. How well it does it is fitted, and is in `fitted.json` under the framework's `family`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Framework:
     saves_gathered: bool = False
     """Whether the gathered sequence is saved for the backward pass, rather than gathered again."""
     waits_to_regather: bool = False
-    """Whether gathering it again is waited for, rather than overlapped with the GEMM of the input's gradient."""
+    """Whether the step waits for that second all-gather, rather than overlapping it with the GEMM of the input gradient."""
     dropout: bool = False
     parameter_bytes: float = 4.0
-    """Of a parameter as it is held, before it is gathered or cast."""
+    """Bytes of a parameter as it is held, before it is all-gathered or cast."""
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 8.0
     """Moments, and a float32 copy of the parameters where they are held in 16 bits."""
     gather_bytes: float = 2.0
     reduce_bytes: float = 4.0
-    """Of an element of the gradient on the wire."""
+    """Bytes of a gradient element on the wire."""
     accumulate_bytes: float = 12.0
-    """Moved to add a weight's gradient to those of earlier microbatches; 0 where it is reduced every time instead."""
+    """Bytes moved per element to accumulate a weight gradient over microbatches; 0 where it is reduced every time instead."""
     reduce_every_microbatch: bool = True
     """ZeRO-2 and 3: whether gradients are reduced after every microbatch or once a step."""
     tensor_overlap: float = 0.0
@@ -58,60 +58,60 @@ class Framework:
     expert_once: bool = False
     """Whether a token is sent to a machine once, however many of its experts are there."""
     dispatcher: str = "alltoall"
-    """How tokens reach their experts: `alltoall`, `allgather`, or one made for it: `deepep`, `hybridep`, `flex`."""
+    """How tokens reach their experts: `alltoall`, `allgather`, or a dedicated library: `deepep`, `hybridep`, `flex`."""
     drops_tokens: bool = False
-    """Whether an expert takes no more than its capacity, so that the host need not wait to know how many came."""
+    """Whether an expert takes no more than its capacity, so that the host need not wait for the token counts."""
     fp8_recipe: str = ""
-    """How values are scaled to 8 bits: `tensorwise`, `delayed`, `rowwise`, `blockwise`, `mxfp8`; empty where it was not said."""
+    """How values are scaled to 8 bits: `tensorwise`, `delayed`, `rowwise`, `blockwise`, `mxfp8`; empty where not stated."""
     host: float = 1.0
-    """The host's work for a kernel, relative to plain PyTorch: functions of autograd written in Python, forks of random state."""
+    """Host time of a kernel launch, relative to plain PyTorch: autograd functions written in Python, forks of the RNG state."""
     collective_host: float = 1.0
-    """Kernels that would take the host as long as a collective does."""
+    """Host time of a collective, in kernel launches."""
     checkpoint_host: float = 0.0
-    """Likewise, for each layer that is recomputed: its random state is saved and restored."""
+    """Likewise, of each layer that is recomputed: its RNG state is saved and restored."""
     expert_host: float = 0.0
-    """Likewise, for the GEMM of each expert, where a grouped one is a loop over them."""
+    """Likewise, of the GEMM of each expert, where the grouped GEMM is a loop over experts."""
     sync_host: float = 0.0
-    """Likewise, where the host waits to know how many tokens came to each expert."""
+    """Likewise, of the host sync for the token counts of the experts."""
     graphed: float = 0.0
     """Share of the launches that CUDA graphs take over."""
     rotary_bytes: float = 4.0
-    """Moved for each element of a query or key by rope, forward; the default is one pass in 16 bits."""
+    """Bytes that rope moves for each element of a query or key, forward; the default is one pass in 16 bits."""
     casts_weights: bool = False
-    """Whether matrices that are not sharded are cast where they are used, and their gradients back, in every microbatch."""
+    """Whether matrices that are not sharded are cast where they are used, and their gradients cast back, in every microbatch."""
     loss_bytes: float = 16.0
-    """Moved for each logit, forward and backward together."""
+    """Bytes moved for each logit, forward and backward together."""
     logit_bytes: float = 6.0
-    """Held for each logit at the peak."""
+    """Bytes held for each logit at the peak."""
     chunked_loss: bool = False
-    """Whether, without tensor ranks, the loss is made of some tokens at a time, with its gradients in the forward pass."""
+    """Whether, without tensor parallelism, the loss runs over chunks of tokens and computes its gradients in the forward pass."""
     fully_shard: bool = False
-    """Whether PyTorch's `fully_shard` casts and copies sharded matrices, and adds their gradients (`time/copies.py`)."""
+    """Whether PyTorch's `fully_shard` casts and copies sharded matrices, and accumulates their gradients (`time/copies.py`)."""
     keeps_compute_copies: bool = False
     """Whether the layers' matrices stay cast from step to step, and their gradients are never cast."""
     replays: bool = False
     """Whether the passes are replayed as a CUDA graph where the host would launch them more slowly than they run."""
     runs_ahead: bool = False
-    """Whether a step is launched while the last still runs, so that the host's work between them takes no time."""
+    """Whether a step is launched while the previous one still runs, so that the host's work between them takes no time."""
     early_stop: bool = True
     """Whether recomputation stops after the last tensor that the backward pass needs."""
     recompute_selective: tuple[str, ...] = ("attention",)
     """What the layout's `attention` mode recomputes: names of ops, `attention` for all of its core."""
     recompute_gemms: float = 0.0
-    """Share of the GEMMs it recomputes besides."""
+    """Share of the GEMMs that this mode recomputes besides."""
     recompute_saves: tuple[float, float, float] | None = None
-    """What it saves where that is not the inputs of the rest: elements a token, in units of hidden, kv and ffn width."""
+    """What this mode saves: elements a token, in units of hidden, kv and ffn width; None where that follows from the ops."""
     bucket_bytes: float = 0.0
-    """Buffers in which gradients and parameters are collected for sending."""
+    """Bytes of the buffers in which gradients and parameters are collected for sending."""
     context_gib: float = 1.0
-    """Held by the driver, its libraries and the communicators, beside the program's tensors."""
+    """GiB held by the driver, its libraries and the communicators, beside the program's tensors."""
     fragmentation: float = 0.05
-    """What the allocator wastes, as a share of what comes and goes within a step."""
+    """Memory that the allocator wastes, as a share of the memory that comes and goes within a step."""
 
 
 QLORA_HOST = 3.78
-"""`host` of our own trainer where matrices are kept in 4 bits, whose layers are not compiled: by Llama 3 8B on an H200, launched
-kernel by kernel (benchmarks/gpu/RESULTS.md, "Tuning", says what makes such a kernel dear)."""
+"""`host` of our own trainer with 4-bit matrices, whose layers are not compiled: measured with Llama 3 8B on an H200, launched
+kernel by kernel (benchmarks/gpu/RESULTS.md, "Tuning", says what makes such a launch expensive)."""
 
 _OWN = Framework(
     "shardwise",
@@ -157,7 +157,7 @@ _NEMO = replace(
     kernels="compiled",
     dropout=False,
     gradient_bytes=4.0,
-    accumulate_bytes=4.0,  # the GEMM adds to float32 itself
+    accumulate_bytes=4.0,  # the GEMM itself accumulates in float32
     tensor_overlap=0.5,
     gradients_overlap=True,
     gather_overlap=True,
@@ -188,10 +188,10 @@ FRAMEWORKS: dict[str, Framework] = {
         _MEGATRON,
         replace(_MEGATRON, name="megatron-bf16", gradient_bytes=6.0,
                 optimizer_bytes=16.0, reduce_bytes=4.0, accumulate_bytes=12.0, bucket_bytes=3e9),
-        # Gradients are copied to float32 for the step; buckets of 500 million elements, two to reduce and one to gather. The
-        # engine of its pipelines cuts what it sends over the tensor ranks (`PartitionedTensor`).
+        # Gradients are copied to float32 for the step; buckets of 500 million elements, two to reduce, one to gather.
+        # Its pipeline engine splits its messages over the tensor ranks (`PartitionedTensor`).
         replace(_MEGATRON, name="megatron-deepspeed", optimizer_bytes=16.0, bucket_bytes=3e9),
-        # Since 2022 the GEMM itself adds to the gradient, which reads it once more.
+        # Since 2022 the GEMM itself accumulates into the gradient, which reads it once more.
         replace(_MEGATRON, name="megatron-2022", accumulate_bytes=2.0),
         replace(_MEGATRON, name="megatron-ddp", gradients_overlap=True),
         replace(_MEGATRON, name="megatron-flash1", attention="flash1", dropout=False),
@@ -202,11 +202,11 @@ FRAMEWORKS: dict[str, Framework] = {
         _FSDP,
         replace(_FSDP, name="fsdp-flash1", attention="flash1"),
         replace(_FSDP, name="fsdp-pure-flash1", attention="flash1", reduce_bytes=2.0),
-        # Every second GEMM is recomputed, and all that is neither a GEMM nor attention.
+        # Every second GEMM is recomputed, and every op that is neither a GEMM nor attention.
         replace(_FSDP, name="torchtitan", loss_bytes=24.0, logit_bytes=12.0, recompute_gemms=0.5,
                 recompute_selective=("norm", "activation", "rotary", "residual"), recompute_saves=(4.0, 1.0, 1.0)),
-        # Parameters in 16 bits, each tensor gathered and each gradient reduced by itself as autograd's hooks come by, which the
-        # host waits for: early ZeRO-3 (Rajbhandari et al. 2021) hid little of its traffic.
+        # Parameters in 16 bits. Autograd hooks gather each tensor and reduce each gradient by itself, and the host
+        # waits for it: early ZeRO-3 (Rajbhandari et al. 2021) hid little of its traffic.
         replace(_FSDP, name="deepspeed-2021", family="deepspeed-2021", attention="unfused", kernels="jit", parameter_bytes=2.0,
                 gradient_bytes=2.0, optimizer_bytes=12.0, reduce_bytes=2.0, dropout=True, loss_bytes=44.0,
                 gradients_overlap=False, gather_overlap=False, zero_overlap=0.0, tensors_apart=True),

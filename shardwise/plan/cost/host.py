@@ -1,5 +1,5 @@
-"""What this project's trainer keeps in the host's memory, and what travels there, to the byte: optimizer states and parameters in
-high precision (`train/optimizers/host_adamw.py`). One rank holds all parameters where that is allowed."""
+"""Exact bytes that this project's trainer keeps in the host's memory and sends there: optimizer state and parameters in high
+precision (`train/optimizers/host_adamw.py`). This is allowed only where one rank holds all parameters."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from shardwise.run import ModelConfig
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters
 
 IN_FLIGHT = 1 << 30
-"""Bytes of gradients that may wait on the device for their way to the host; more would be more memory there."""
+"""Bytes of gradients that may wait on the device for their transfer to the host; a higher limit would take more device memory."""
 STEP_COUNT = 4
-"""Bytes of the count of steps that AdamW keeps with every parameter."""
+"""Bytes of the step count that AdamW keeps with every parameter."""
 MOMENTS = 6
-"""Elements in high precision that an update reads and writes: the parameter and both moments, each twice."""
+"""High-precision elements that an update moves for each parameter: the parameter and both moments, each read and written."""
 
 
 class HostBytes(NamedTuple):
-    """Of one rank."""
+    """Bytes of one rank."""
 
     held: int
-    """In the host's memory."""
+    """Held in the host's memory."""
     moments: int
     """Of those, both moments, which may be in files instead; an update reads and writes them."""
     device: int
-    """In the device's, of parameters; as many of gradients travel to the host in a microbatch, and of parameters back in a step."""
+    """Parameters on the device. Gradients of the same size go to the host each microbatch, and parameters come back each step."""
     updated: int
     """Read and written by the host in an update."""
     added: int
-    """Read and written by the host to add up the gradients of a microbatch; 0 where a step has one."""
+    """Read and written by the host to accumulate the gradients of a microbatch; 0 where a step has one microbatch."""
     largest: int
     """Bytes of the largest gradient."""
 
 
 def device_width(entry: Parameter, width: int) -> int:
-    """Bytes of an element of a parameter, and of its gradient, on a device whose optimizer is the host's: the matrices of layers
-    have the `width` of the arithmetic, the others are in high precision."""
+    """Bytes of an element of a parameter, and of its gradient, on a device whose optimizer runs on the host: the matrices of layers
+    have the `width` of the compute dtype, the others are in high precision."""
     return width if entry.is_linear else max(4, width)
 
 
@@ -51,7 +51,7 @@ def _entries(model: ModelConfig) -> Iterator[tuple[int, Parameter]]:
 
 @cache
 def host_bytes(model: ModelConfig, width: int, *, several: bool) -> HostBytes:
-    """What the host holds and moves for one rank, in arithmetic of so many bytes; with `several` microbatches it adds them up."""
+    """Bytes that the host holds and moves for one rank; `width`: of the compute dtype; `several` microbatches are accumulated."""
     held = moments = device = updated = added = largest = 0
     high = max(4, width)
     for count, entry in _entries(model):
@@ -66,7 +66,7 @@ def host_bytes(model: ModelConfig, width: int, *, several: bool) -> HostBytes:
 
 
 def gradients_in_flight(moved: HostBytes) -> int:
-    """Peak bytes of gradients on a device that gives them to the host."""
+    """Peak bytes of gradients on a device that sends them to the host."""
     return min(moved.device, IN_FLIGHT + moved.largest)
 
 
@@ -80,7 +80,7 @@ class Link(NamedTuple):
 
 
 def link_of(job: Job) -> Link:
-    """What was measured; else what the run says."""
+    """The measured rates, else the run's; `memory.update_gbs` takes precedence over a measurement."""
     profile, memory = job.cluster.profile, job.memory
     to_host = (profile.to_host_gbs if profile else 0.0) or job.host_gbs
     to_device = (profile.to_device_gbs if profile else 0.0) or job.host_gbs

@@ -1,7 +1,7 @@
-"""What the planner's formulas read: a model, a layout, a batch, a precision, the framework that runs it and the machines.
+"""The input of the planner's formulas: a model, a layout, a batch, a precision, the framework that runs it and the machines.
 
 A `Job` is made from a `Run`; rows of published measurements make one too, with another framework. The sizes of its layout and its
-microbatch may be arrays. Then every formula gives arrays, one entry a layout: that is how the search screens many at once.
+microbatch may be arrays. Then every formula returns arrays, one entry a layout: that is how the search screens many at once.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ class Job:
     cluster: Cluster
     dtype: str = "bfloat16"
     fp8: bool = False
-    """Whether GEMMs are made in fp8."""
+    """Whether GEMMs run in fp8."""
     fp8_gradients: bool = True
-    """Then whether those of the weights' gradients are too, so that inputs are saved in fp8 alone."""
+    """With fp8, whether the GEMMs of weight gradients do too, so that inputs are saved only in fp8."""
     headroom: float = 0.05
     muon: bool = False
     """Whether the layers' matrices are orthogonalised in every step."""
     logprobs: bool = False
-    """Whether the loss is made of log-probabilities, whose logits are recomputed in the backward pass."""
+    """Whether the loss is computed from log-probabilities, whose logits are recomputed in the backward pass."""
     forward_passes: float = 0.0
-    """Forward passes of networks of this size in a step, beside its own: of a frozen reference."""
+    """Extra forward passes of networks of this size in a step, such as those of a frozen reference."""
     imbalance: float = 1.0
     """Load of the busiest expert rank over the mean."""
     adapter: AdapterConfig = NO_ADAPTER
     """What is trained beside frozen weights."""
     chunk_bytes: int = CHUNK_BYTES
-    """Of the logits that a chunked loss holds at a time."""
+    """Bytes of the logits that a chunked loss holds at a time."""
     memory: MemoryConfig = ALL_ON_DEVICE
     """What the device does not hold."""
     host_gbs: float = 20.0
@@ -73,25 +73,25 @@ class Job:
     storage_gbs: float = 1.0
     """Likewise of the machine's disk."""
     layers_of_rank: int = 0
-    """Layers of the pipeline rank that is asked about, which share its recompute budget; 0: of a mean rank."""
+    """Layers of the pipeline rank in question, which share its recompute budget; 0: those of a mean rank."""
     sharded: tuple[Number, Number] | None = None
-    """Whether `fully_shard` handles the dense parameters, and whether those of experts; None: as the sizes of the layout tell."""
+    """Whether `fully_shard` handles the dense parameters, and whether it handles experts; None: the layout's sizes decide."""
 
     @property
     def fully_sharded(self) -> tuple[Number, Number]:
-        """The same where it is told or not; never for other programs, and with replicas alone it is DistributedDataParallel."""
+        """`sharded`, with None resolved; 0 for other programs, and with replicas alone, which DistributedDataParallel handles."""
         if not self.framework.fully_shard:
             return 0.0, 0.0
         return handled(self.layout, self.layout.world) if self.sharded is None else self.sharded
 
     @property
     def learned(self) -> float:
-        """Parameters that are trained, by those of the network: 1 without adapters, whose parameters the network does not count."""
+        """Trained parameters as a share of the network's, which do not include the adapters': 1 without adapters."""
         return learned_share(self.model, self.adapter)
 
     @property
     def frozen_bytes(self) -> float:
-        """Of a parameter of the network that is frozen, in the mean; 0 where all are trained."""
+        """Mean bytes of a frozen parameter of the network; 0 where all are trained."""
         return frozen_width(self.model, self.adapter, self.framework.gather_bytes)
 
     @property
@@ -106,12 +106,12 @@ class Job:
 
     @property
     def microbatches(self) -> int:
-        """The same of one layout, as a whole number."""
+        """`accumulation` of a single layout, as an integer."""
         return max(1, round(float(self.accumulation)))
 
     @property
     def stage_microbatches(self) -> int:
-        """Of those, the ones that pass each stage that a rank holds."""
+        """Microbatches of a step that pass through each stage of a rank."""
         return max(1, self.microbatches // self.layout.directions)
 
     @property
@@ -131,7 +131,7 @@ class Job:
 
     @property
     def zero_ranks(self) -> Number:
-        """Ranks over which ZeRO shards: to the parameters a context rank is one more data rank."""
+        """Ranks over which ZeRO shards: for parameters a context rank is one more data rank."""
         return self.layout.shard * self.layout.context
 
     @property
@@ -152,7 +152,7 @@ class Job:
 
 
 def handled(layout: LayoutConfig, world: Number) -> tuple[Number, Number]:
-    """1 where `fully_shard` handles this trainer's dense parameters, and where it handles experts (`parallel/shard.py`)."""
+    """1 where `fully_shard` handles this trainer's dense parameters, and 1 where it handles experts (`parallel/shard.py`)."""
     replicas = 1 if layout.replicas_apart else layout.replicate
     zero, many = layout.shard * layout.context, (replicas > 1) | layout.offload
     wrapped = (replicas == world) & (world > 1) & (not layout.offload)
@@ -162,7 +162,7 @@ def handled(layout: LayoutConfig, world: Number) -> tuple[Number, Number]:
 
 
 def cluster_of(run: Run) -> Cluster:
-    """The machines a run names."""
+    """The machines that a run names."""
     c = run.cluster
     profile = load_profile(c.profile) if c.profile else None
     chip = find_chip(c.chip or "cpu")
@@ -175,12 +175,12 @@ def cluster_of(run: Run) -> Cluster:
 
 
 def overlapped(job: Job, overlap: bool) -> Job:
-    """The job with `async_tensor`: traffic in two halves, one of which travels while the other is multiplied."""
+    """The job with `async_tensor`: tensor traffic in two halves, one of which is sent during the GEMM of the other."""
     return replace(job, framework=replace(job.framework, tensor_overlap=0.5)) if overlap else job
 
 
 def _forward_passes(run: Run) -> float:
-    """Of networks of this size beside a step's own: a teacher counts by its FLOPs."""
+    """Extra forward passes in a step, in units of the trained network: a teacher counts by its FLOPs."""
     passes = float(sum(forward_passes(run)))
     if not passes or not facts_of(run.objective).teacher:
         return passes
@@ -190,7 +190,7 @@ def _forward_passes(run: Run) -> float:
 def job_of(run: Run) -> Job:
     """The job of a run, as this project's trainer executes it."""
     train, gpu = run.train, planned_on_gpu(run)
-    waits = train.dtype == "float16" or train.guard == "skip"  # for the result of a step, before the next
+    waits = train.dtype == "float16" or train.guard == "skip"  # each step for the result of the previous one
     facts: dict[str, Any] = dict(
         chunked_loss=chunks_loss(run, gpu=gpu),
         replays=replays(run, gpu=gpu),
@@ -204,7 +204,7 @@ def job_of(run: Run) -> Job:
     if width > 2:
         facts |= dict.fromkeys(("parameter_bytes", "gradient_bytes", "gather_bytes", "reduce_bytes"), width)
         facts["optimizer_bytes"] = 2 * width
-    if 0 < run.model.sliding_window < train.seq_len:  # cuDNN's kernels, as PyTorch calls them, know no windows
+    if 0 < run.model.sliding_window < train.seq_len:  # cuDNN's kernels, as PyTorch calls them, have no windows
         facts["attention"] = "flash2"
     job = Job(
         model=run.model,
@@ -221,12 +221,12 @@ def job_of(run: Run) -> Job:
         muon=train.optimizer == "muon",
         logprobs=FACTS[run.objective.kind].logprobs,
         forward_passes=_forward_passes(run),
-        # An expert takes no more than its capacity.
         adapter=run.adapter,
         chunk_bytes=chunk_bytes(run),
         memory=run.memory,
         host_gbs=run.cluster.host_gbs,
         storage_gbs=run.cluster.storage_gbs,
+        # An expert takes no more than its capacity.
         imbalance=min(train.expert_imbalance, run.model.expert_capacity or math.inf) if run.model.experts else 1.0,
     )
     return overlapped(job, run.layout.async_tensor)

@@ -1,9 +1,9 @@
 """Memory of each pipeline rank at its peak, by owner: quick formulas for any framework, and for many layouts at once.
 
-Parameters, gradients and optimizer follow from what ZeRO shards. Activations are what the ops save for the backward pass, times
-the microbatches in flight, which are counted on the schedule's own list. For a layer of GPT with dropout and unfused attention that
+Parameters, gradients and optimizer state follow from what ZeRO shards. Activations are the saved tensors of the ops, times the
+microbatches in flight, which are counted on the schedule's own action list. For a GPT layer with dropout and unfused attention that
 is the 34 + 5 heads x sequence / hidden bytes a token and hidden unit of Korthikanti et al. (2022). For a run of this project's
-trainer, `trainer/memory.py` replaces what is known to the byte.
+trainer, `trainer/memory.py` replaces the estimates by exact bytes where these are known.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shardwise.run.compression import values_kept
 from shardwise.schedules import cached_schedule, peak_activations, rounds_to_play, versions_kept
 
 OWNERS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "buffers", "workspace")
-"""Whose bytes they are, in the order in which they are shown."""
+"""The owners of bytes, in the order in which they are shown."""
 
 
 def states(job: Job, held: LocalNumel) -> dict[str, Number]:
-    """Parameters, gradients and optimizer of a rank that holds these parameters before ZeRO shards them."""
+    """Bytes of parameters, gradients and optimizer state of a rank that holds these parameters before ZeRO shards them."""
     framework, stage, between = job.framework, job.layout.zero, not job.layout.gathers_each_pass
     zero, expert_zero = zero_groups(job)
     whole = held.dense + held.experts
@@ -32,10 +32,10 @@ def states(job: Job, held: LocalNumel) -> dict[str, Number]:
     if job.layout.offload:  # they are in the host's memory
         gathered = whole * framework.gather_bytes * between
         return {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": gathered}
-    if job.memory.hosts_optimizer:  # the layers' matrices in 16 bits; what stands outside of them is little
+    if job.memory.hosts_optimizer:  # the layers' matrices in 16 bits; the other parameters are few
         return {"parameters": whole * job.width, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0}
-    # A framework with master copies keeps whole 16-bit parameters beside them. One that casts when it gathers holds shards; its
-    # whole copies are `gathered`, and below ZeRO-3 they stay.
+    # A framework with master copies keeps full 16-bit parameters beside them. One that casts in the all-gather holds
+    # shards; its full copies are `gathered`, and below ZeRO-3 they stay.
     casts = framework.parameter_bytes > framework.gather_bytes
     learned, lay = job.learned, job.layout
     values = 2 if lay.sync_every > 1 else values_kept(lay.compress, lay.compress_momentum)
@@ -50,12 +50,12 @@ def states(job: Job, held: LocalNumel) -> dict[str, Number]:
 
 
 def standing_casts(job: Job, recompute: str) -> float:
-    """Which share of the cast weights stands at a time: all until the backward pass, unless every layer is recomputed."""
+    """The share of the cast weights that is held at a time: all until the backward pass, unless every layer is recomputed."""
     return 1.0 / job.model.layers if recompute == "full" and job.layout.recompute_every == 1 else 1.0
 
 
 def gathered_layers(job: Job) -> Number:
-    """ZeRO-3: layers gathered at one time, and the whole gradient of the layer that is being finished."""
+    """ZeRO-3: bytes of the layers gathered at one time, and of the unsharded gradient of the layer that is ending."""
     framework, held = job.framework, layer_parameters(job, routed=bool(job.model.experts))
     bytes_each = framework.gather_bytes * (1 + job.layout.prefetch) + framework.reduce_bytes * job.learned
     return (held.dense + held.experts) * bytes_each * (job.zero_ranks > 1)
@@ -69,8 +69,8 @@ def buffers(job: Job) -> Number:
 
 
 def loss_bytes(job: Job) -> Number:
-    """What the loss holds at its peak: the logits and what is made of them; of a chunked loss one chunk of them, and the
-    gradients of the head and of its input."""
+    """Bytes that the loss holds at its peak: the logits and the tensors made from them; of a chunked loss one chunk of logits, and
+    the gradients of the head and of its input."""
     columns = job.model.head_rows / job.layout.tensor
     whole = job.rows * columns * job.framework.logit_bytes
     matrix = 0.0 if job.adapter.used else columns * job.model.hidden * 4.0
@@ -81,12 +81,12 @@ def loss_bytes(job: Job) -> Number:
 
 
 def workspace(job: Job, moving: Number) -> Number:
-    """The context's bytes, and what the allocator wastes of what comes and goes."""
+    """Bytes of the device context, and those that the allocator wastes, as a share of the bytes that come and go."""
     return job.framework.context_gib * GIB + job.framework.fragmentation * moving
 
 
 def memory(job: Job) -> Memory:
-    """Every pipeline rank of one layout."""
+    """The memory of every pipeline rank of one layout."""
     lay, layers, routed = job.layout, job.stage_layers, bool(job.model.experts)
     held = stage_parameters(job, layers)  # type: ignore[arg-type]
     nothing = (0.0, 0.0)
@@ -100,7 +100,7 @@ def memory(job: Job) -> Memory:
         count, _ = rounds_to_play(lay.pipeline, job.microbatches)
         schedule = cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank)
         placement, peaks = schedule.placement, peak_activations(schedule, saved)
-        if lay.schedule in ("gpipe", "breadth-first"):  # these hold every microbatch, also those that are not played
+        if lay.schedule in ("gpipe", "breadth-first"):  # these hold every microbatch, also the unplayed ones
             peaks = tuple(peak * job.microbatches / count for peak in peaks)
     else:
         placement, peaks = (0,) * len(layers), (sum(saved),)
@@ -130,7 +130,7 @@ def moving(owners: dict[str, float]) -> float:
 
 
 def layer_activations(job: Job, *, routed: bool) -> tuple[Number, Number]:
-    """Bytes one layer saves for the backward pass of one microbatch; and what its recomputation holds for a moment."""
+    """Bytes that one layer saves for the backward pass of one microbatch; and temporary bytes of its recomputation."""
     ops = layer(job, routed=routed)
     whole = sum(op.saved for op in ops)
     if job.layout.recompute == "none" and not job.memory.swaps:
@@ -153,6 +153,6 @@ def layer_activations(job: Job, *, routed: bool) -> tuple[Number, Number]:
 
 
 def layer_saved(job: Job, *, routed: bool) -> float:
-    """Bytes one layer without recomputation saves of a microbatch, with the copies of its weights that were cast for it."""
+    """Bytes that one layer without recomputation saves for a microbatch, including the cast copies of its weights."""
     cast = cast_copies(job, layer_parameters(job, routed=routed))
     return float(layer_activations(job, routed=routed)[0]) + float(cast)

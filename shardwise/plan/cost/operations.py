@@ -8,8 +8,8 @@ t tensor ranks:
     out       T x h from q/t            up, gate    T x f/t from h         down   T x h from f/t
     experts   as up, gate and down on T k/t rows spread over the rank's experts        head   T x V/t from h
 
-The backward pass of a GEMM costs its forward twice: once for the input, once for the weights. For this trainer the FLOPs are those
-that `trainer/work.py` counts rank by rank; tests/plan/test_operations.py holds the two together.
+The backward pass of a GEMM costs twice its forward pass: once for the input, once for the weights. For this trainer the FLOPs are
+those that `trainer/work.py` counts rank by rank; tests/plan/test_operations.py compares the two.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from shardwise.run.saved_tensors import GROUP, quantized_bytes, quantized_tensor
 TILE = 128.0
 """Rows of a grouped GEMM that are computed together, in most of its kernels."""
 CHUNKED_BYTES = 6.0
-"""Moved for each 16-bit logit of a chunked loss besides its GEMMs: read for the sum, read and written as a gradient."""
+"""Bytes moved for each 16-bit logit of a chunked loss besides its GEMMs: read for the sum, read and written as a gradient."""
 
 
 def _gather_sequence(ops: OpList, part: str) -> None:
-    """Gathers the sequence before matrices cut by columns; backward, adds up the gradients of their common input."""
+    """All-gathers the sequence before matrices cut by columns; backward, sums the gradients of their common input."""
     job = ops.job
     size = job.rows * job.model.hidden * job.width
     if job.framework.sequence_parallel:
@@ -43,7 +43,7 @@ def _gather_sequence(ops: OpList, part: str) -> None:
 
 
 def _scatter_sequence(ops: OpList, part: str, *, early_stop: bool = False) -> None:
-    """Adds up the partial sums of matrices cut by rows, and leaves each rank its slice of the sequence."""
+    """Sums the partial outputs of matrices cut by rows, and leaves each rank its slice of the sequence."""
     job = ops.job
     size = job.rows * job.model.hidden * job.width
     if job.framework.sequence_parallel:
@@ -54,7 +54,7 @@ def _scatter_sequence(ops: OpList, part: str, *, early_stop: bool = False) -> No
 
 
 def residual_tokens(job: Job) -> Number:
-    """Tokens of the residual stream on a rank, between the matrices."""
+    """Tokens of the residual stream on a rank, between the GEMMs."""
     return job.rows / job.layout.tensor if job.framework.sequence_parallel else job.rows
 
 
@@ -64,7 +64,7 @@ def residual_bytes(job: Job) -> Number:
 
 
 def _saved_input(job: Job) -> Number:
-    """Bytes that matrices cut by columns save of their common input."""
+    """Bytes of the common input that matrices cut by columns save."""
     tokens = job.rows if job.framework.saves_gathered else residual_tokens(job)
     return tokens * job.model.hidden * job.width
 
@@ -75,7 +75,7 @@ def _norm(ops: OpList, tokens: Number, width: Number = 0) -> None:
 
 
 def _ffn_input_bytes(job: Job) -> Number:
-    """What the feed-forward layer saves of its input. In a parallel block that is attention's, but gathered once more."""
+    """Bytes of its input that a feed-forward layer saves. Without a norm of its own, that is attention's input, gathered again."""
     if job.model.has_ffn_norm:
         return _saved_input(job)
     return _saved_input(job) * (job.layout.tensor > 1) * job.framework.saves_gathered
@@ -92,7 +92,7 @@ def _residual(ops: OpList, part: str, *, early_stop: bool = False) -> None:
 
 
 def _attention_core(ops: OpList, heads: Number, kv_heads: Number, head_dim: int, v_dim: int) -> None:
-    """Scores, softmax and values: in one fused kernel, or in three steps that write the whole matrix of scores."""
+    """Scores, softmax and values: in one fused kernel, or in three steps that write the full score matrix."""
     job = ops.job
     chip, framework = job.cluster.chip, job.framework
     length, batch, width = job.seq_len, job.microbatch, job.width
@@ -121,7 +121,7 @@ def _attention_core(ops: OpList, heads: Number, kv_heads: Number, head_dim: int,
         return
     seen = keys_seen(job.model, length)
     flops = 2.0 * batch * queries * seen * heads * (head_dim + v_dim)
-    # As many keys as leave every query those that it sees on average; context ranks have equal shares of the causal work.
+    # So many keys that a causal query sees `seen` of them on average; context ranks have equal shares of this work.
     alone = np.asarray(job.layout.context) == 1
     keys = np.where(alone, 2.0 * seen, seen + np.minimum(queries, 2.0 * seen) / 2)
     shape = dict(batch=batch, heads=heads, queries=queries, keys=keys, head_dim=head_dim, v_dim=v_dim)
@@ -136,7 +136,7 @@ def _attention_core(ops: OpList, heads: Number, kv_heads: Number, head_dim: int,
 
 
 def _context_traffic(ops: OpList, heads: Number, kv_heads: Number, head_dim: int, v_dim: int) -> None:
-    """What attention needs from the other slices of the sequence (`parallel/context.py`)."""
+    """The traffic of attention with the other slices of the sequence (`parallel/context.py`)."""
     job = ops.job
     method, c = job.layout.context_method, job.layout.context
     keys = job.rows * kv_heads * (head_dim + v_dim) * job.width
@@ -203,7 +203,7 @@ def _activation(ops: OpList, part: str, numel: Number) -> None:
         saved = (3 if eager else 2) * size
         ops.elementwise("activation", part, (5 if eager else 3) * size, (8 if eager else 5) * size, saved=saved)
     else:
-        remade = ops.job.memory.lossless  # a square, made once more in the place of saving it
+        remade = ops.job.memory.lossless  # the square is recomputed instead of saved
         ops.elementwise("activation", part, 2 * size, (5 if remade else 3) * size, saved=0.0 if remade else size)
 
 
@@ -219,8 +219,8 @@ def _feed_forward(ops: OpList, width: int, *, early_stop: bool = False) -> None:
 
 
 def _sent_once(job: Job) -> Number:
-    """Share of the rows that travel when a token is sent to a machine once, however many of its experts are there; within one
-    domain of the fast link, to a rank once. Routing by groups of experts bounds the machines."""
+    """Share of the rows that are sent when a token goes to a machine once, however many of its experts are there; within one
+    fast-link domain, to a rank once. Routing by groups of experts bounds the number of machines."""
     if not job.framework.expert_once:
         return 1.0
     m, k = job.model, job.model.experts_per_token
@@ -233,23 +233,23 @@ def _sent_once(job: Job) -> Number:
 
 
 def _busiest(job: Job, rows: Number) -> tuple[Number, Number]:
-    """Rows that the experts of the busiest rank have, where the mean is `rows`, and by what factor their GEMMs are longer because
-    experts have uneven shares. Of several ranks the busiest is waited for. One alone has all rows, whoever gets them; there the
-    last tile of each expert is half full in the mean."""
+    """Rows of the busiest expert rank, where the mean is `rows`, and the factor by which GEMMs are longer because experts have
+    uneven shares. Several ranks wait for the busiest one. A single rank has all rows, however they are routed; there the last tile
+    of each expert is half full on average."""
     alone = np.asarray(job.layout.expert) == 1
     uneven = 1.0 + (alone & (job.imbalance > 1.0)) * TILE / 2 * job.model.experts / np.maximum(rows, 1.0)
     return rows * np.where(alone, 1.0, job.imbalance), uneven
 
 
 def _places(places: Number, choices: int) -> Number:
-    """Over how many of some places so many choices spread, in the mean."""
+    """The mean number of different places that this many random choices fall on."""
     return places * (1.0 - (1.0 - 1.0 / places) ** choices)
 
 
 def _permutations(job: Job) -> Number:
-    """How often all rows are sorted on their way to the experts. Megatron's all-to-all sorts them by rank before they leave, and by
-    expert when they came, where a rank has several (`MoEAlltoAllTokenDispatcher`); DeepEP's kernels take tokens as they lie, and
-    what came is sorted; HybridEP's kernels write rows where their experts read them."""
+    """How often all rows are sorted on their way to the experts. Megatron's all-to-all sorts them by rank before sending, and by
+    expert after receiving, where a rank has several experts (`MoEAlltoAllTokenDispatcher`). DeepEP's kernels send tokens unsorted,
+    and received rows are sorted. HybridEP's kernels write rows where their experts read them."""
     if job.framework.family == "shardwise":
         return 1.0
     several = (np.asarray(job.layout.expert) > 1) & (job.model.experts / job.layout.expert > 1)
@@ -278,7 +278,7 @@ def _moe(ops: OpList) -> None:
     ops.grouped_gemm("expert up", rows, 2 * width, m.hidden, held, uneven)
     _activation(ops, "experts", rows * width)
     ops.grouped_gemm("expert down", rows, m.hidden, width, held, uneven)
-    # The backward pass needs no sums of the experts: recomputation that stops early leaves out what brings them back.
+    # The backward pass does not need the experts' combined outputs: recomputation that stops early skips the combine.
     ops.collective("experts", "expert", "all_to_all", sent, (1.0, 1.0, 0.0), early_stop=others)
     ops.elementwise(
         "from experts", "experts", sorted_bytes, sorted_bytes, saved=size, launches=(2.0, 2.0), early_stop=others
@@ -309,7 +309,7 @@ def layer(job: Job, *, routed: bool) -> OpList:
         moved, spared = (
             values * (job.width + few),
             values * (job.width - few),
-        )  # each way reads the one and writes the other
+        )  # each way reads one form and writes the other
         ops.elementwise("quantized activations", "norm", moved, moved, saved=-spared, launches=(kernels, kernels))
     _attention(ops)
     if job.model.has_ffn_norm:
@@ -336,7 +336,7 @@ def embedding(job: Job) -> OpList:
 
 
 def head(job: Job) -> OpList:
-    """Last norm, logits and loss."""
+    """Final norm, logits and loss."""
     ops, columns = OpList(job), job.model.head_rows / job.layout.tensor
     _norm(ops, residual_tokens(job))
     _gather_sequence(ops, "head")
@@ -346,7 +346,7 @@ def head(job: Job) -> OpList:
     ops.elementwise("loss", "loss", 0.45 * moved, 0.55 * moved, launches=(6.0, 4.0))
     if np.any(chunked):
         ops[start:] = [_all_in_forward(op, chunked) for op in ops[start:]]
-    if job.logprobs:  # the logits once more, in the backward pass
+    if job.logprobs:  # the logits are recomputed in the backward pass
         again = ops[start]
         ops[start] = replace(again, seconds=_once_more(again.seconds), flops=_once_more(again.flops))
     ops.collective("loss", "tensor", "all_reduce", job.rows * 4.0, (3.0, 0.0, 0.0))
@@ -354,13 +354,13 @@ def head(job: Job) -> OpList:
 
 
 def _once_more(passes: ByPass) -> ByPass:
-    """The passes of a GEMM whose forward is recomputed: of three GEMMs, four."""
+    """The passes of a GEMM whose forward pass is recomputed: four GEMMs instead of three."""
     forward, to_input, to_weight = passes
     return forward, to_input + sum(passes) / 3.0, to_weight
 
 
 def chunked_loss(job: Job) -> Number:
-    """1 where the loss is made of some tokens at a time, 0 where it is not; with tensor ranks it never is."""
+    """1 where the loss runs over chunks of tokens, 0 where it does not; with tensor parallelism it never does."""
     return job.framework.chunked_loss * (np.asarray(job.layout.tensor) == 1)
 
 

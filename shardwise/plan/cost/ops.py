@@ -26,16 +26,16 @@ ByPass = tuple[Number, Number, Number]
 FORWARD, INPUT, WEIGHT = range(3)
 NOTHING = (0.0, 0.0, 0.0)
 FUSED = {"qkv": ("q", "k", "v"), "up": ("gate", "up"), "expert up": ("gate", "up"), "q_up": ("q",), "kv_up": ("kv",)}
-"""Matrices that one GEMM multiplies the same input with, by its name."""
+"""The matrices that a GEMM fuses, since they have the same input, by the name of the GEMM."""
 
 RECIPES = {
-    # how values are scaled to 8 bits: speed of a GEMM beside that with a scale for each tensor; further reads of its inputs
+    # how values are scaled to 8 bits: speed of a GEMM relative to one scale a tensor; extra reads of its inputs
     "": (1.0, 0.0),
-    "delayed": (1.0, 0.0),  # by what was largest in earlier steps
-    "tensorwise": (1.0, 0.0),  # by what is largest now, which is looked for first
-    "rowwise": (0.8, 1.0),  # likewise of every row; the scales are multiplied in as the products are written
-    "blockwise": (0.8, 0.0),  # of blocks of 128; Hopper adds up the blocks outside of its tensor cores
-    "mxfp8": (1.0, 0.0),  # of 32 values, in the tensor cores
+    "delayed": (1.0, 0.0),  # by the amax of earlier steps
+    "tensorwise": (1.0, 0.0),  # by the current amax, which is computed first
+    "rowwise": (0.8, 1.0),  # by the current amax of every row; the scales are applied as the output is written
+    "blockwise": (0.8, 0.0),  # by blocks of 128; Hopper accumulates the blocks outside of its tensor cores
+    "mxfp8": (1.0, 0.0),  # by groups of 32 values, in the tensor cores
     "nvfp4": (1.0, 0.0),
 }
 
@@ -56,9 +56,9 @@ class Op:
     """Of those, its inputs: they are saved even when the op is recomputed."""
     launches: ByPass = (1.0, 1.0, 0.0)
     core: bool = False
-    """Belongs to the part of attention whose memory grows with the square of the sequence."""
+    """Whether it belongs to the part of attention whose memory grows with the square of the sequence."""
     early_stop: bool = False
-    """Comes after the last tensor of its layer that the backward pass needs, so recomputation may stop before it."""
+    """Whether it comes after the last tensor of its layer that the backward pass needs, so recomputation may stop before it."""
 
 
 class OpList(list[Op]):
@@ -70,14 +70,14 @@ class OpList(list[Op]):
 
     @property
     def kernels_each(self) -> float:
-        """Kernels of what is not a GEMM, where nothing says how many."""
+        """Kernels of an op that is not a GEMM, unless it states its own number."""
         return 2.0 if self.job.framework.kernels == "eager" else 1.0
 
     def gemm(
         self, name: str, part: str, rows: Number, columns: Number, inner: Number, *, saved: Number = None,
         high_precision: bool = False, early_stop: bool = False, parts: tuple[Number, ...] = (),
     ) -> None:  # fmt: skip
-        """A GEMM with a weight of inner x columns; a `high_precision` one is never made in fp8. `parts` are the columns of each of
+        """A GEMM with a weight of inner x columns; a `high_precision` one never runs in fp8. `parts` are the columns of each of
         its matrices, where these differ."""
         chip, job = self.job.cluster.chip, self.job
         fp8 = job.fp8 and not high_precision
@@ -98,8 +98,8 @@ class OpList(list[Op]):
     def grouped_gemm(
         self, name: str, rows: Number, columns: Number, inner: Number, experts: Number, uneven: Number = 1.0
     ) -> None:
-        """The same GEMM for each of a rank's experts, with the rows spread evenly over them, or so that those along the rows are
-        longer by a factor."""
+        """The same GEMM for each of a rank's experts, with the rows spread evenly over them; `uneven` is the factor by which uneven
+        rows make the forward and the input-gradient GEMMs longer."""
         chip, job = self.job.cluster.chip, self.job
         fp8 = job.fp8 and job.framework.family != "shardwise"  # this trainer leaves experts in 16 bits
         dtype = "fp8" if fp8 else job.dtype
@@ -116,14 +116,14 @@ class OpList(list[Op]):
         self._gemm(name, "experts", seconds, (rows, columns, inner), experts, saved, fp8=fp8)
 
     def _scaled(self, fp8: bool) -> float:
-        """Speed of a GEMM for how its inputs are scaled."""
+        """Relative speed of a GEMM, given how its inputs are scaled."""
         return RECIPES[self.job.framework.fp8_recipe][0] if fp8 else 1.0
 
     def _low_rank(
         self, name: str, part: str, shape: ByPass, saved: Number, experts: Number = None, parts: tuple[Number, ...] = ()
     ) -> Number:
-        """Adds the GEMMs of the adapters of a GEMM, which may be that of several matrices with one input; gives the bytes that are
-        saved of this input: a frozen matrix does not need it, but its adapter."""
+        """Adds the GEMMs of the adapters of a GEMM, which may fuse several matrices with one input. Returns the saved bytes of that
+        input: a frozen matrix does not need it, but its adapter does."""
         job, adapter = self.job, self.job.adapter
         if not adapter.used:
             return saved
@@ -154,11 +154,11 @@ class OpList(list[Op]):
                 )
             flops = 2.0 * rows * n * k
             self.append(Op(f"{name} adapter", part, "matmul", seconds, (flops,) * 3, NOTHING, kept, 0.0, launches))
-        # What A gives is scaled, what B gives added, and so backward; both factors are cast, and their gradients back.
+        # A's output is scaled, B's is added, and likewise backward; A and B are cast, and their gradients cast back.
         casts = 2.0 if job.framework.casts_weights and job.width < job.framework.parameter_bytes else 0.0
         beside = many * (2.0 + casts)
         self.append(Op(f"{name} adapter added", part, "memory", NOTHING, launches=(beside, beside, 0.0)))
-        if adapter.kind == "dora":  # the sum, which is saved, times the lengths of the rows
+        if adapter.kind == "dora":  # the sum, which is saved, times a factor for each output
             size = rows * sum(adapted) * job.width
             self.elementwise(f"{name} rescaled", part, 2 * size, 4 * size, saved=size)
         return saved
@@ -167,22 +167,22 @@ class OpList(list[Op]):
         self, name: str, part: str, seconds: ByPass, shape: ByPass, count: Number, saved: Number, *, fp8: bool,
         early_stop: bool = False,
     ) -> None:  # fmt: skip
-        """Adds a GEMM and what goes with it: its gradient accumulated, its weight cast, its inputs scaled to fp8."""
+        """Adds a GEMM and the ops around it: accumulating its gradient, casting its weight, scaling its inputs to fp8."""
         job, framework, (rows, columns, inner) = self.job, self.job.framework, shape
         flops, numel = 2.0 * rows * columns * inner, columns * inner * count
         launch = 1.0 + framework.expert_host * count * (part == "experts")
         once: ByPass = (launch, launch, launch)
         every: ByPass = (flops,) * 3
-        if job.adapter.used:  # a frozen weight has no gradient, and is held as it is multiplied
+        if job.adapter.used:  # a frozen weight has no gradient, and needs no cast
             every, once, seconds = (flops, flops, 0.0), (launch, launch, 0.0), (seconds[0], seconds[1], 0.0)
             in_4_bits = job.adapter.kind == "qlora" and part in ("attention", "ffn", "experts")
             early_stop = early_stop and job.adapter.kind != "qlora"
-            # Each matrix of 4 bits is made and multiplied by itself.
+            # Each 4-bit matrix is dequantized and multiplied by itself.
             apart = float(len(FUSED.get(name, (name,)))) if in_4_bits and (name != "up" or job.model.gated) else 1.0
             once = (apart * launch, apart * launch, 0.0)
             self.append(Op(name, part, "matmul", seconds, every, NOTHING, saved, 0.0, once, early_stop=early_stop))
             if in_4_bits:
-                # Read in 4 bits and written, for both passes, by one kernel.
+                # In each pass one kernel reads it in 4 bits and writes it dequantized.
                 size, often = numel * (0.52 + job.width), apart / self.kernels_each
                 self.elementwise(f"{name} of 4 bits", part, size, size, early_stop=early_stop, launches=(often, often))
             return
@@ -195,7 +195,7 @@ class OpList(list[Op]):
         if framework.casts_weights and job.width < framework.parameter_bytes and not kept:
             size = numel * (job.width + framework.parameter_bytes) * alone
             self._weight_pass(f"{name} cast", part, size, forward=True)
-        if fp8:  # both inputs of each GEMM are read, scaled, and written in fp8, once as they lie and once transposed
+        if fp8:  # both inputs of each GEMM are read, scaled, and written in fp8, once as they are and once transposed
             each = job.width * (1.0 + RECIPES[framework.fp8_recipe][1]) + 2
             sizes = rows * inner * each, rows * columns * each
             self.elementwise(f"{name} to 8 bits", part, *sizes)
@@ -212,7 +212,7 @@ class OpList(list[Op]):
         self, name: str, part: str, forward: Number, backward: Number, *, saved: Number = 0.0, core: bool = False,
         launches: tuple[float, float] = (1.0, 1.0), early_stop: bool = False,
     ) -> None:  # fmt: skip
-        """Work bound by memory: bytes read and written, forward and backward."""
+        """Memory-bound work: bytes read and written, forward and backward."""
         chip, dtype = self.job.cluster.chip, self.job.dtype
         many = self.kernels_each
         seconds = (
@@ -228,7 +228,7 @@ class OpList(list[Op]):
     def collective(
         self, part: str, axis: str, kind: Collective, size: Number, times: ByPass, *, early_stop: bool = False
     ) -> None:
-        """A collective over an axis, run so many times in each pass."""
+        """A collective over an axis, run this many times in each pass."""
         seconds = collective_seconds(self.job.cluster, kind, size, *span(self.job, axis))
         forward, to_input, to_weight = times
         every = (seconds * forward, seconds * to_input, seconds * to_weight)
@@ -238,7 +238,7 @@ class OpList(list[Op]):
 
 
 def span(job: Job, axis: str) -> tuple[Number, Number]:
-    """Size of an axis' groups and the distance between neighbours in one; `shard` with the context ranks that share parameters."""
+    """Size of an axis' groups and the distance between neighbours in one; `shard` includes the context ranks."""
     if axis == "expert" and regroups_tensor(job) and not job.layout.expert_tensor:
         return job.layout.expert, 1
     return group_span(job.layout, "zero" if axis == "shard" else axis)

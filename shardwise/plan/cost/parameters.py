@@ -1,7 +1,7 @@
 """Parameters of a rank by stage, before and after ZeRO shards them, for many layouts at once. Counts, not bytes.
 
-Sums over the table of parameters by how they are cut (`run/parameters.py`), made once a model; then closed forms of the sizes of a
-layout, which may be arrays.
+The table of parameters (`run/parameters.py`) is summed once a model, by how parameters are cut; the rest are closed forms in the
+sizes of a layout, which may be arrays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LocalNumel(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Elements of some parameters: not cut over tensor ranks, cut, cut by key/value head, and of routed experts."""
+    """Elements of some parameters: not cut over tensor ranks, cut, cut by key/value head, and those of routed experts."""
 
     whole: int
     cut: int
@@ -48,10 +48,10 @@ def _layer_sums(model: ModelConfig, moe: bool) -> _Sums:
 
 
 def layer_parameters(job: Job, *, routed: bool) -> LocalNumel:
-    """One layer's share of a rank."""
+    """The parameters of one layer on a rank."""
     m, lay = job.model, job.layout
     whole, cut, kv, experts = _layer_sums(m, routed)
-    # Of fewer heads than ranks each rank has a copy of one. This project's trainer holds all of them, which its exact account says.
+    # With fewer heads than ranks each rank copies one head. This project's trainer holds all: see its exact account.
     copies = lay.tensor / m.kv_heads
     heads: Number = kv * (copies * (copies > 1) + (copies <= 1))
     held = experts / lay.expert
@@ -66,7 +66,7 @@ def ends_parameters(job: Job) -> tuple[Number, Number]:
 
 
 def stage_parameters(job: Job, stages: list[tuple[float, float]]) -> list[LocalNumel]:
-    """Of each stage, given its dense and MoE layers. A tied head on another stage is a second copy."""
+    """The parameters of each stage, given its dense and MoE layers. A tied head on another stage is a second copy."""
     dense, moe = layer_parameters(job, routed=False), layer_parameters(job, routed=bool(job.model.experts))
     first, last = ends_parameters(job)
     result = []
@@ -82,7 +82,7 @@ def stage_parameters(job: Job, stages: list[tuple[float, float]]) -> list[LocalN
 
 
 def zero_groups(job: Job) -> tuple[Number, Number]:
-    """Ranks that a dense parameter is sharded over, and an expert's."""
+    """Ranks that a dense parameter is sharded over, and ranks that an expert is sharded over."""
     lay = job.layout
     zero = job.zero_ranks
     over = zero * (1 if lay.expert_tensor else lay.tensor) if regroups_tensor(job) else zero
@@ -90,7 +90,7 @@ def zero_groups(job: Job) -> tuple[Number, Number]:
 
 
 def cast_copies(job: Job, held: LocalNumel) -> Number:
-    """Bytes of the parameters that were cast for the GEMMs, all of them at a time, where nothing is sharded."""
+    """Bytes of the copies of all parameters that were cast for the GEMMs, where nothing is sharded."""
     alone = (
         (zero_groups(job)[0] == 1)
         * job.framework.casts_weights

@@ -22,11 +22,11 @@ from shardwise.plan.cost.rematerialization import exposed_swap, shares
 CATEGORIES = ("matmul", "attention", "memory", "tensor", "context", "expert", "offload")
 FORWARDS, RECOMPUTE, INPUTS, WEIGHTS = range(4)
 SHARPNESS = 4.0
-"""How sharply a pass goes over from device-bound to host-bound; on a CPU the host is the device, and the two add up."""
+"""How sharply a pass changes from device-bound to host-bound; on a CPU the host is the device, and the two add up."""
 
 
 def recomputed_share(job: Job, op: Op) -> float:
-    """Which share of this op the backward pass recomputes, in a layer that is recomputed."""
+    """The share of this op that the backward pass recomputes, in a layer that is recomputed."""
     lay, framework = job.layout, job.framework
     if lay.recompute in ("full", "budget"):
         return 0.0 if op.early_stop and framework.early_stop else 1.0
@@ -42,24 +42,24 @@ def recomputed_share(job: Job, op: Op) -> float:
 
 
 def recomputed_shares(job: Job, ops: OpList) -> list[float]:
-    """The same of each op of a layer; where single tensors are rematerialized, in the mean of layers."""
+    """The recomputed share of each op of a layer; where single tensors are rematerialized, the mean over layers."""
     if job.layout.recompute != "optimal" or not any(op.name == "out" for op in ops):
         return [recomputed_share(job, op) for op in ops]
     return shares(job, ops, float(_saved(job, ops)))
 
 
 def _saved(job: Job, ops: OpList) -> Number:
-    """Bytes that a layer saves where nothing is recomputed, with the copies of its weights that were cast for it."""
+    """Bytes that a layer saves where nothing is recomputed, including the cast copies of its weights."""
     cast = cast_copies(job, layer_parameters(job, routed=bool(job.model.experts)))
     return sum(op.saved for op in ops) + cast
 
 
 LEAST_SPARED = 1e-6
-"""Bytes: where recomputation spares nothing, a budget that is exceeded has all layers recomputed."""
+"""Fewest bytes that recomputing a layer counts as freeing, so that an exceeded budget recomputes all layers where it frees none."""
 
 
 def recomputed_layers(job: Job, ops: OpList) -> Number:
-    """Which share of a rank's layers is recomputed, as if all were like this one. A budget keeps whole layers."""
+    """The share of a rank's layers that is recomputed, as if all were like this one. A budget recomputes whole layers."""
     lay = job.layout
     if lay.recompute != "budget":
         return 1.0 / lay.recompute_every
@@ -79,7 +79,7 @@ class ModuleCost:
 
     @classmethod
     def of(cls, ops: OpList, *, recomputes: bool = True) -> ModuleCost:
-        """The sum of a module's ops; `recomputes` when it is one that may be recomputed."""
+        """The sum of a module's ops; `recomputes`: whether the module may be recomputed."""
         seconds: list[list[Number]] = [[0.0] * len(CATEGORIES) for _ in range(4)]
         launches: list[Number] = [0.0] * 4
         job = ops.job
@@ -102,7 +102,7 @@ class ModuleCost:
 
 
 def _added(modules: Iterable[tuple[Number, ModuleCost]]) -> ModuleCost:
-    """Modules added up, each so many times."""
+    """The sum of modules, each counted this many times."""
     seconds: list[list[Number]] = [[0.0] * len(CATEGORIES) for _ in range(4)]
     launches: list[Number] = [0.0] * 4
     for times, module in modules:
@@ -129,34 +129,34 @@ class NetworkCost:
 
     @classmethod
     def of_ranks(cls, job: Job, layers: Iterable[int]) -> dict[int, NetworkCost]:
-        """The same on ranks of so many layers: with a budget these decide how many of them are recomputed."""
+        """The modules of a job by the number of layers of a rank: with a budget this decides how many layers are recomputed."""
         dense = layer(job, routed=False) if not job.model.experts or job.model.dense_layers else None
         ops = embedding(job), dense, layer(job, routed=True) if job.model.experts else None, head(job)
         return {count: cls.added(replace(job, layers_of_rank=count), *ops) for count in dict.fromkeys(layers)}
 
     @classmethod
     def added(cls, job: Job, embedding: OpList, dense: OpList | None, moe: OpList | None, head: OpList) -> NetworkCost:
-        """From the ops of the modules, which are the same for every way to recompute."""
+        """The modules from their ops, which are the same for every recompute mode."""
         layers = [None if ops is None else ModuleCost.of(OpList(job, ops)) for ops in (dense, moe)]
         first, last = (ModuleCost.of(ops, recomputes=False) for ops in (embedding, head))
         return cls(first, layers[0], layers[1], last)
 
     def stage(self, dense: Number, moe: Number, *, first: Number, last: Number) -> ModuleCost:
-        """A stage of so many layers, with the embedding and the head where it has them."""
+        """A stage of this many dense and MoE layers, with the embedding and the head where it has them."""
         parts = ((first, self.embedding), (dense, self.dense), (last, self.head), (moe, self.moe))
         return _added((times, module) for times, module in parts if module is not None)
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of a stage's passes as they really take, and of what."""
+    """Seconds that a stage's passes really take, in all and by category."""
 
     forward: Number
     backward_input: Number
-    """With the recomputation before it."""
+    """Including the recomputation before it."""
     backward_weight: Number
     parts: dict[str, Number]
-    """All passes together by category of the ledger."""
+    """All passes together, by category of the ledger."""
 
 
 def passes(job: Job, stage: ModuleCost, constants: Constants) -> Passes:
@@ -174,8 +174,8 @@ def passes(job: Job, stage: ModuleCost, constants: Constants) -> Passes:
         for name, value in own.items():
             parts[name] = parts[name] + value
         devices.append(sum(own.values()))
-    # Where the host is slower, the device waits, and a little where the two are close. Passes that would wait as a whole are
-    # replayed as a CUDA graph.
+    # Where the host is slower the device waits, and a little where the two are close. Passes that would wait as a whole
+    # are replayed as a CUDA graph.
     launched = np.where(sum(launches) < sum(devices), 1.0, 0.0) if framework.replays else 1.0
     results = []
     for device, launch in zip(devices, launches, strict=True):
@@ -187,11 +187,11 @@ def passes(job: Job, stage: ModuleCost, constants: Constants) -> Passes:
 
 
 def host_seconds(job: Job, device: Number, launch: Number) -> Number:
-    """How long work on the device waits for its launches."""
+    """Seconds that work on the device waits for its launches."""
     power = 1.0 if job.cluster.chip.name == "cpu" else SHARPNESS
     return (device**power + launch**power) ** (1 / power) - device
 
 
 def exposed(traffic: Number, work: Number, constants: Constants) -> Number:
-    """What is left of traffic that can overlap with work."""
+    """Seconds of traffic that stay exposed where it can overlap with work."""
     return np.maximum(traffic - work, constants["exposed"] * traffic)

@@ -1,17 +1,17 @@
 """Which tensors of a layer are kept for the backward pass, and which are recomputed there: Checkmate's question (Jain et al. 2020),
 for one layer's small graph.
 
-Every tensor that a layer's backward pass reads is either kept, or dropped and recomputed from those before it, once. Keeping costs
-its bytes, making it again the seconds of its operation:
+Every tensor that a layer's backward pass reads is either kept, or dropped and recomputed once from those before it. Keeping it
+costs its bytes; recomputing it costs the seconds of its operation:
 
     x -> attention norm -> heads -> attended -> middle -> ffn norm -> gate, up -> function -> inner
     '----------------------------------------------^  (the residual stream)
 
-What enters a layer is always kept, and the backward pass reads all the others too, so each dropped one is made once, from tensors
-that are kept or have been made by then: bytes and seconds of a set add up. There are few enough sets of dropped tensors to try them
-all; those that no other beats in both bytes and seconds are the layer's choices. Of the layers of a rank each takes one of these:
-`fewest_seconds` finds the assignment that takes least time within a budget, exactly, by dynamic programming with a bound from the
-Lagrangian relaxation.
+A layer's input is always kept, and the backward pass reads all other tensors too, so each dropped one is recomputed once, from
+tensors that are kept or already recomputed: bytes and seconds of a set add up. There are few enough sets of dropped tensors to try
+them all; those that no other set beats in both bytes and seconds are the layer's choices. Each layer of a rank takes one of these:
+`fewest_seconds` finds the assignment that takes the least time within a budget, exactly, by dynamic programming with a bound from
+the Lagrangian relaxation.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ ROUNDS = 90
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a layer: its bytes, the seconds of the operations that make it, and their places in the list of the layer's
-    operations, each with the share of it that this is."""
+    """One tensor of a layer: its bytes, the seconds of the operations that make it, and their indices in the layer's list of
+    operations, each with the share of that operation that makes this tensor."""
 
     size: float
     seconds: float
@@ -47,21 +47,21 @@ class Tensor:
 
 
 class Choice(NamedTuple):
-    """What is done with the tensors of a layer: bytes it spares, and seconds it costs; which are dropped, and, with `ELSEWHERE`
-    before their name, which leave the device."""
+    """One way to treat the tensors of a layer: the bytes it frees, the seconds it costs, and which tensors are dropped, or
+    offloaded where `ELSEWHERE` is before their name."""
 
     spared: float
     seconds: float
     dropped: frozenset[str]
 
     def cost(self, price: float) -> float:
-        """Seconds, less what the spared bytes are worth at so many seconds each."""
+        """Seconds, minus the freed bytes at `price` seconds each."""
         return self.seconds - price * self.spared
 
 
 def graph(job: Job, *, routed: bool) -> dict[str, Tensor]:
-    """The tensors of a layer that can be rematerialized, by name. Where ranks cut the sequence or the matrices, only those that
-    need no other rank; of an MoE layer those before its experts."""
+    """The tensors of a layer that can be rematerialized, by name. With tensor or context parallelism, only those that need no other
+    rank; in an MoE layer, those before its experts."""
     m, lay, ops = job.model, job.layout, layer(job, routed=routed)
     places: dict[str, list[int]] = {}
     for place, op in enumerate(ops):
@@ -102,13 +102,13 @@ def graph(job: Job, *, routed: bool) -> dict[str, Tensor]:
 
 
 def _heads(m: ModelConfig, queries: float, keys: float) -> float:
-    """Elements of a token's queries, keys and values, of so many heads."""
+    """Elements of a token's queries, keys and values, for this many heads."""
     return (queries + keys) * m.key_dim + keys * m.head_dim
 
 
 def leaving(job: Job, *, routed: bool) -> dict[str, float]:
-    """Bytes of the tensors of a layer that wait elsewhere where all do that may: also those that other ranks would have to help
-    recompute, since they come back as they were."""
+    """Bytes of the tensors of a layer that are offloaded where all that may be are. They include those that only several ranks
+    together could recompute, since an offloaded tensor comes back unchanged."""
     m, lay = job.model, job.layout
     stream, width, inner = residual_bytes(job), job.rows * job.width, job.rows * job.width * m.ffn / lay.tensor
     heads = m.heads / lay.tensor, max(1.0, m.kv_heads / lay.tensor)
@@ -126,8 +126,8 @@ Choices = tuple[Choice, ...]
 
 
 class Window(NamedTuple):
-    """How a layer's saved tensors leave the device and come back: bytes a second, and seconds of the layer's passes that this hides
-    behind."""
+    """How a layer's saved tensors leave the device and come back: bytes a second each way, and the seconds of the layer's passes
+    that can hide the transfers."""
 
     to_host: float
     to_device: float
@@ -135,13 +135,13 @@ class Window(NamedTuple):
     backward: float
 
     def exposed(self, size: Number) -> tuple[Number, Number]:
-        """Seconds that a layer waits for so many bytes to leave, and to come back."""
+        """Seconds that a layer waits for this many bytes to leave the device, and to come back."""
         leaving, coming = size / self.to_host - self.forward, size / self.to_device - self.backward
         return np.maximum(leaving, 0.0), np.maximum(coming, 0.0)
 
 
 def window(job: Job, ops: OpList) -> Window:
-    """Of a layer; a disk hides nothing."""
+    """The window of a layer; transfers to a disk are not hidden."""
     link = link_of(job)
     if job.memory.activations == "disk":
         return Window(link.disk * 1e9, link.disk * 1e9, 0.0, 0.0)
@@ -150,13 +150,13 @@ def window(job: Job, ops: OpList) -> Window:
 
 
 def swappable(job: Job, tensors: dict[str, Tensor]) -> frozenset[str]:
-    """Of these tensors, those that may leave the device."""
+    """The subset of these tensors that may be offloaded."""
     return frozenset(tensors) if job.memory.swaps else frozenset()
 
 
 def choices(tensors: dict[str, Tensor], away: frozenset[str] = frozenset(), hidden: Window | None = None) -> Choices:
-    """What may be done with a layer's tensors that nothing else beats in both bytes and seconds: the least first, nothing. Those
-    that may be `away` from the device take the seconds that can't be hidden."""
+    """The choices for a layer's tensors that no other beats in both bytes and seconds, the fastest first: without offloading, that
+    drops nothing. Tensors in `away` may be offloaded, which takes the seconds that can't be hidden."""
     spared, seconds, moved, codes = (np.zeros(1) for _ in range(4))
     for n, (word, tensor) in enumerate(tensors.items()):
         ways = [(0.0, 0.0, 0.0, 0.0), (tensor.size, tensor.seconds, 0.0, 1.0), (tensor.size, 0.0, tensor.size, 2.0)]
@@ -184,7 +184,7 @@ def _words(tensors: dict[str, Tensor], code: int) -> frozenset[str]:
 
 @lru_cache(maxsize=256)
 def fewest_seconds(layers: tuple[Choices, ...], spare: float) -> list[Choice]:
-    """A choice of each layer, so that all together spare so many bytes in the least time; where they can't, all that they can."""
+    """A choice for each layer, so that together they free `spare` bytes in the least time; if they can't, as many as they can."""
     most = sum(max(c.spared for c in each) for each in layers)
     if spare <= 0:
         return [each[0] for each in layers]
@@ -193,7 +193,7 @@ def fewest_seconds(layers: tuple[Choices, ...], spare: float) -> list[Choice]:
     prices = _prices(layers, spare)
     best, price = _first(layers, prices, spare), prices[1]
     limit = sum(c.seconds for c in best) * (1 - 1e-9)
-    # What the layers behind one cost at least, at this price of a byte, and spare at most.
+    # The least that the layers after each one cost, at this price of a byte, and the most bytes that they free.
     least = np.cumsum([0.0, *(_taken(each, price).cost(price) for each in reversed(layers))])[::-1]
     rest = np.cumsum([0.0, *(max(c.spared for c in each) for each in reversed(layers))])[::-1]
     spared, seconds = np.zeros(1), np.zeros(1)
@@ -204,7 +204,7 @@ def fewest_seconds(layers: tuple[Choices, ...], spare: float) -> list[Choice]:
         bound = seconds + least[n + 1] + price * (spare - spared)
         useful = np.flatnonzero((spared + rest[n + 1] >= spare) & (np.maximum(bound, seconds) < limit))
         useful = useful[np.lexsort((seconds[useful], -spared[useful]))]
-        # Those that another has spared as much as, in no more time, are of no use.
+        # A state is useless where another frees at least as many bytes in no more time.
         before = np.minimum.accumulate(np.append(np.inf, seconds[useful]))[:-1]
         useful = useful[seconds[useful] < before]
         spared, seconds = spared[useful], seconds[useful]
@@ -219,7 +219,7 @@ def fewest_seconds(layers: tuple[Choices, ...], spare: float) -> list[Choice]:
 
 
 def _prices(layers: Sequence[Choices], spare: float) -> tuple[float, float]:
-    """Seconds of a byte at which layers by themselves spare just too little, and just enough."""
+    """Two prices of a byte in seconds: at the first, layers that choose alone free just too few bytes; at the second, enough."""
     low, high = 0.0, 1.0
     while sum(_taken(each, high).spared for each in layers) < spare:
         high *= 2.0
@@ -235,7 +235,7 @@ def _taken(each: Choices, price: float) -> Choice:
 
 
 def _first(layers: Sequence[Choices], prices: tuple[float, float], spare: float) -> list[Choice]:
-    """Some solution to begin with: all at the higher price, then as many as may at the lower one, then what is left over."""
+    """An initial solution: all layers at the higher price, then as many as possible at the lower one, then what slack allows."""
     low, high = prices
     found = [_taken(each, high) for each in layers]
     left = sum(c.spared for c in found) - spare
@@ -252,9 +252,9 @@ def _first(layers: Sequence[Choices], prices: tuple[float, float], spare: float)
 
 
 def within_budget(job: Job, ops: OpList, saved: float) -> list[Choice]:
-    """Choices of a rank's layers, as if all were like this one, which would save so many bytes."""
+    """The choices for a rank's layers, as if all were like this one, which saves `saved` bytes where all is kept."""
     count = max(1, round(job.rank_layers))
-    if job.layout.recompute != "optimal":  # everything leaves
+    if job.layout.recompute != "optimal":  # everything that may is offloaded
         away = leaving(job, routed=_is_routed(ops))
         size = sum(away.values())
         return [Choice(size, sum(window(job, ops).exposed(size)), frozenset(f"{ELSEWHERE}{word}" for word in away))]
@@ -264,7 +264,7 @@ def within_budget(job: Job, ops: OpList, saved: float) -> list[Choice]:
 
 
 def exposed_swap(job: Job, ops: OpList, saved: float) -> tuple[float, float]:
-    """Seconds that a layer waits for its tensors to leave the device, and to come back, in the mean."""
+    """Mean seconds that a layer waits for its tensors to leave the device, and to come back."""
     away, hidden, taken = leaving(job, routed=_is_routed(ops)), window(job, ops), within_budget(job, ops, saved)
     sizes = (sum(size for word, size in away.items() if f"{ELSEWHERE}{word}" in c.dropped) for c in taken)
     there, back = zip(*map(hidden.exposed, sizes), strict=True)
@@ -276,7 +276,7 @@ def _is_routed(ops: OpList) -> bool:
 
 
 def shares(job: Job, ops: OpList, saved: float) -> list[float]:
-    """Of each operation of such a layer, the share that is recomputed, in the mean."""
+    """The mean share of each operation of such a layer that is recomputed."""
     found, taken = [0.0] * len(ops), within_budget(job, ops, saved)
     tensors = graph(job, routed=_is_routed(ops))
     for choice in taken:

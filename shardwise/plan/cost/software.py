@@ -1,8 +1,9 @@
 """A training program declared by facts: which one, which release, what it fuses, overlaps and recomputes.
 
 A row of published measurements, or a user who plans a run `--as` another program, states facts (`docs/validation.md` lists them). A
-`Framework` is made of them: first what the program of that year does by itself, then each fact. A fact that nobody stated and that
-would change the time is an `Alternative`: what is likely is planned, what else is common weighs in and widens the interval.
+`Framework` is made of them: first the defaults of the program in that year, then each fact. Where a fact that would change the time
+is not stated, its likeliest value is planned; every other common value is an `Alternative`, which shifts the prediction and widens
+its interval.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Facts = Mapping[str, Any]
 
 _EITHER = ("true", "false")
 FACTS: dict[str, tuple[str, ...]] = {
-    # every fact that changes a plan: the words it may have, or none where it is free text
+    # every fact that changes a plan: its allowed values, or none where it is free text
     "release": (),
     "attention": ("unfused", "flash1", "flash2", "flash3", "flash4", "cudnn", "te", "flex"),
     "loss": ("full", "fused", "chunked", "vocab-parallel"),
@@ -37,7 +38,7 @@ FACTS: dict[str, tuple[str, ...]] = {
 
 LATER = 9999.0
 PROGRAMS: dict[str, tuple[tuple[float, str], ...]] = {
-    # program: what it does, by the year until which that held
+    # program: its entries of FRAMEWORKS, each with the year until which it held
     "megatron-lm": ((2022.0, "megatron"), (2023.5, "megatron-2022"), (LATER, "nemo")),
     "zero-bubble": ((LATER, "megatron-2022"),),
     "megatron-deepspeed": ((LATER, "megatron-deepspeed"),),
@@ -68,19 +69,19 @@ PROGRAMS: dict[str, tuple[tuple[float, str], ...]] = {
 ALIASES = {"fairseq": "metaseq", "accelerate": "transformers", "axolotl": "transformers", "pytorch": "fsdp", "t5x": "jax",
            "levanter": "jax", "composer": "llm-foundry", "nemo-framework": "nemo", "megatron": "megatron-lm",
            "megatron-core": "megatron-lm", "mosaicml": "llm-foundry", "picotron": "nanotron", "neox": "gpt-neox"}  # fmt: skip
-"""Other names, and programs that do as another does."""
+"""Other names, and programs that behave like another."""
 SHOWN = {"zero-bubble": {"attention": "unfused"}}
-"""What a program's published memory shows it did, against what its rows only assume: 26 rows of zero-bubble pipelines hold the
-scores of attention."""
+"""Facts that a program's published memory shows, which override facts that its rows only assume: 26 rows of zero-bubble pipelines
+hold the attention scores."""
 YEARS = {"volta": 2020.4, "ampere": 2022.5, "hopper": 2024.5, "blackwell": 2025.5, "cdna3": 2025.0, "tpu": 2022.5}
-"""When most of what was published of a generation of chips was measured."""
+"""The year in which most published measurements of a chip generation were made."""
 USER_BUFFERS, PIECES, EXPERTS_HIDDEN = 0.85, 0.5, 0.6
-"""Shares of traffic under the products: tensor traffic through user buffers, in pieces, and that of experts under other work."""
+"""Shares of traffic that overlap with GEMMs: tensor traffic through user buffers, in pieces, and expert traffic with other work."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What decides which facts matter, and what is common."""
+    """The properties of a run that decide which facts matter, and which values are common."""
 
     generation: str
     experts: bool = False
@@ -94,7 +95,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Alternative:
-    """What else the program may do."""
+    """Another common behaviour of the program."""
 
     what: str
     chance: float
@@ -103,17 +104,17 @@ class Alternative:
 
 @dataclass(frozen=True)
 class DeclaredFramework:
-    """The program as it is planned, and what nobody stated."""
+    """The program as it is planned, and the alternatives for facts that were not stated."""
 
     framework: Framework
     alternatives: tuple[Alternative, ...] = ()
     known: bool = True
-    """Whether the program is one of those that are known."""
+    """Whether the program is one of `PROGRAMS`."""
 
 
 def year_of(software: Facts, generation: str = "") -> float:
-    """When a release came out: "2021-04", "2023", the year and month of a container such as "25.02", or when it was measured; a
-    version number says nothing, and then it is the usual year of the chips."""
+    """The year of a release: from "2021-04", "2023", the year and month of a container such as "25.02", or the date of measurement.
+    A version number gives no year; then it is the usual year of the chips."""
     for key in ("release", "date"):
         text = str(software.get(key) or "")
         if found := re.match(r"(20\d\d)(?:-(\d\d))?", text):
@@ -124,8 +125,8 @@ def year_of(software: Facts, generation: str = "") -> float:
 
 
 def program_of(software: Facts, situation: Situation) -> tuple[str, bool]:
-    """The entry of `FRAMEWORKS` that a program starts from, and whether its name is known. One without a name, or with a new one,
-    does what most did with that layout then."""
+    """The entry of `FRAMEWORKS` that a program starts from, and whether its name is known. A program without a name, or with a new
+    one, is taken to do what most programs did with that layout at that time."""
     year = year_of(software, situation.generation)
     for name in (software.get("library"), software.get("framework")):
         name = ALIASES.get(str(name or "").lower(), str(name or "").lower())
@@ -137,7 +138,7 @@ def program_of(software: Facts, situation: Situation) -> tuple[str, bool]:
 
 
 def framework_of_facts(software: Facts, situation: Situation) -> DeclaredFramework:
-    """The program that the facts declare, and what they leave open."""
+    """The framework that the facts declare, and the alternatives that they leave open."""
     name, known = program_of(software, situation)
     base, year = FRAMEWORKS[name], year_of(software, situation.generation)
     if name == "megatron-deepspeed" and situation.bf16:
@@ -157,7 +158,7 @@ def framework_of_facts(software: Facts, situation: Situation) -> DeclaredFramewo
 
 
 def mixture(others: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Mean and standard deviation of a logarithm that is 0, plus these, each with its chance and independent of the others."""
+    """Mean and standard deviation of a sum of independent terms, each of which has its value with its chance, and else is 0."""
     mean = sum(chance * value for chance, value in others)
     return mean, math.sqrt(sum(chance * (1.0 - chance) * value**2 for chance, value in others))
 
@@ -169,7 +170,7 @@ def _said(value: Any) -> str:
 def _open(
     stated: Facts, base: Framework, situation: Situation, year: float
 ) -> dict[str, tuple[tuple[Any, float], ...]]:
-    """Facts that were not stated and matter here: what they may be, the likeliest first, and how often they are."""
+    """Facts that matter here and were not stated: their possible values, the likeliest first, each with its chance."""
 
     def either(chance: float) -> tuple[tuple[bool, float], ...]:
         return ((True, chance), (False, 1 - chance)) if chance >= 0.5 else ((False, 1 - chance), (True, chance))
@@ -204,17 +205,17 @@ def _open(
 
 
 FUSED_TE = 2024.4
-"""Until then Transformer Engine called FlashAttention-2, also on Hopper; since then cuDNN's kernels, with context ranks too."""
+"""Until then Transformer Engine called FlashAttention-2, also on Hopper; since then cuDNN, with context parallelism too."""
 KERNELS = {"flash4": "flash3", "cudnn": "flash3", "te": "flash3", "flex": "flash2"}
 LOSSES: dict[str, dict[str, Any]] = {
-    # bytes moved for each logit, and held
+    # bytes moved for each logit, and bytes held
     "full": dict(loss_bytes=36.0, logit_bytes=14.0),
     "fused": dict(loss_bytes=20.0, logit_bytes=6.0),
     "vocab-parallel": dict(loss_bytes=44.0, logit_bytes=10.0),
     "chunked": dict(chunked_loss=True),
 }
 MODULES = {
-    # a release's word: our names of the ops that are recomputed, some with their part of the network before
+    # a program's module name: our names of the ops that are recomputed, some with their part of the network first
     "core_attn": ("attention",),
     "layernorm": ("norm",),
     "moe_act": ("experts activation",),
@@ -233,11 +234,11 @@ MODULES = {
     "shared_experts": ("up", "ffn activation", "down"),
 }
 SCOPES = {"attn": 0.45, "mlp": 0.25, "moe_router": 0.15, "moe_preprocess": 0.1, "moe": 0.3}
-"""Shares of a layer's launches that a graph of that part takes over."""
+"""Shares of a layer's launches that a CUDA graph of that part takes over."""
 
 
 def declared(base: Framework, facts: Facts, situation: Situation) -> Framework:
-    """The framework with what the facts say put into it."""
+    """The framework with the facts applied to it."""
     changes: dict[str, Any] = {}
     if word := facts.get("attention"):
         changes["attention"] = KERNELS.get(word, word)

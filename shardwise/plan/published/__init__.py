@@ -1,2 +1,2 @@
-"""Published measurements: rows as jobs (`rows.py`) and as servings (`serving_rows.py`), and how far the predictions are off
-(`validate.py`). The rows are the JSON files beside these."""
+"""Published measurements: rows as training jobs (`rows.py`) and as serving setups (`serving_rows.py`), and the errors of the
+predictions (`validate.py`). The rows are the JSON files in this folder."""

@@ -1,8 +1,8 @@
-"""Databricks' figures of serving: how much of the memory's bandwidth decoding reaches, the time to the first token, and what static
-batches gain ("LLM Inference Performance Engineering: Best Practices", 12 October 2023).
+"""Databricks' serving figures: the share of memory bandwidth that decode reaches, the time to the first token, and the gain of
+static batches ("LLM Inference Performance Engineering: Best Practices", 12 October 2023).
 
-None of these took part in any fit. Model bandwidth utilization (MBU) is what a token reads, the parameters and the cache, over
-what the memory could have read in the time of a token.
+None of these took part in any fit. Model bandwidth utilization (MBU) is the bytes that a token reads (parameters and KV cache) over
+the bytes that the memory could have read in the time of a token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FIRST = (
     ("Llama 2 70B", "a100-sxm-40g", 8, 114.0),
 )
 BATCHES = {
-    # GPUs: requests a second of MPT-7B by batch; FasterTransformer
+    # GPUs: requests per second of MPT-7B by batch; FasterTransformer
     1: {1: 0.9, 4: 3.2, 8: 5.3, 16: 8.0, 32: 10.5, 64: 12.5},
     2: {1: 1.3, 4: 3.0, 8: 5.5, 16: 9.5, 32: 14.5, 64: 17.0, 128: 22.0},
     4: {1: 1.7, 4: 6.2, 8: 11.5, 16: 18.0, 32: 25.0, 64: 33.0, 128: 36.5},
@@ -43,7 +43,7 @@ BATCHES = {
 
 
 def _model(name: str) -> ModelConfig:
-    """A model of the post. MPT's biases of attention cost next to nothing here, and are left out."""
+    """A model of the post. MPT's attention biases cost next to nothing here and are left out."""
     shapes = {
         "MPT-7B": dict(
             hidden=4096, layers=32, heads=32, ffn=16384, vocab=50432, activation="gelu", tied_embeddings=True
@@ -74,7 +74,7 @@ def model_bandwidth() -> Exhibit:
     lines = []
     for chip, devices, figure in BANDWIDTH:
         s = _serving("Llama 2 70B", chip, devices, "trtllm")
-        # The cache of a rank is that of its heads, and all ranks read theirs at once.
+        # A rank caches the keys and values of its own heads, and all ranks read theirs at once.
         read = 2.0 * parameters(s.model).total + devices * cache_bytes(s, PROMPT + ANSWER / 2)
         reached = read / (_found(s, 1)["tpot"] * devices * s.chip.hbm)
         lines.append(_line(f"Llama 2 70B, {devices} x {chip}", figure, reached))

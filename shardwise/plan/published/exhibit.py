@@ -1,4 +1,4 @@
-"""What the gallery is made of: a table of a paper, with what the planner says beside each figure of it."""
+"""The parts of the gallery: a table of a paper, with the planner's value next to each published figure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Line:
-    """One figure."""
+    """One published figure and its planned value."""
 
     label: str
     published: float
@@ -19,7 +19,7 @@ class Line:
 
     @property
     def error(self) -> float:
-        """Relative, with its sign."""
+        """Signed relative error."""
         return self.planned / self.published - 1
 
 
@@ -35,7 +35,7 @@ class Exhibit:
 
     @property
     def median(self) -> float:
-        """Of the errors without their sign."""
+        """The median of the absolute errors."""
         return statistics.median(abs(line.error) for line in self.lines)
 
     def as_dict(self) -> dict[str, Any]:

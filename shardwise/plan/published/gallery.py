@@ -1,8 +1,8 @@
-"""The gallery: tables and figures of papers as published, beside what the planner says of the same jobs.
+"""The gallery: tables and figures of papers as published, next to the planner's values for the same jobs.
 
-Measured rows are those that come with the package, each predicted with constants fitted without its source, so no number here was
-fitted to the one beside it. Figures that follow from a formula alone (bytes of ZeRO's states, FLOPs of a training run, the bubble
-of a schedule) are computed by the same functions that every plan uses.
+Measured rows are those that come with the package, each predicted with constants fitted without its source, so no prediction was
+fitted to the figure next to it. Figures that follow from a formula alone (bytes of ZeRO's states, FLOPs of a training run, the
+bubble of a schedule) are computed by the same functions that every plan uses.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def _rows(kind: str, groups: Iterable[str]) -> list[Row]:
 
 
 Figure = Callable[[Row, float], float]
-"""What a table prints of a row that takes so many seconds (or milliseconds, of serving)."""
+"""The figure that a table prints for a row, given its seconds (or milliseconds, for serving)."""
 
 
 def _measured(kind: str, groups: Iterable[str], label: Callable[[Row], str], figure: Figure) -> list[Line]:
-    """Rows as their table prints them, and as they are predicted without their source."""
+    """Rows as their table prints them, and as predicted without their source."""
     lines = []
     for row in _rows(kind, groups):
         found: Prediction = predict(row)
@@ -49,7 +49,7 @@ def _measured(kind: str, groups: Iterable[str], label: Callable[[Row], str], fig
 
 
 def _teraflops(row: Row, seconds: float) -> float:
-    """TFLOP/s of a GPU as the source counts FLOPs."""
+    """TFLOP/s per GPU, with FLOPs as the source counts them."""
     measured = row["measured"]
     return measured["tflops_per_gpu"] * (measured.get("iter_time_s_derived") or measured["iter_time_s"]) / seconds
 
@@ -156,7 +156,7 @@ def inference_arithmetic() -> Exhibit:
 
 
 def zero_states() -> Exhibit:
-    """Model states of 7.5 billion parameters over 64 ranks, in bytes of mixed precision: 2 + 2 + 12 a parameter."""
+    """Model states of 7.5 billion parameters over 64 ranks, in mixed precision: 2 + 2 + 12 bytes per parameter."""
     held, lines = LocalNumel(7.5e9, 0.0), []
     for label, stage, figure in (
         ("data parallel", 0, 120.0), ("optimizer states", 1, 31.4), ("and gradients", 2, 16.6), ("and parameters", 3, 1.9)
@@ -172,14 +172,14 @@ def zero_states() -> Exhibit:
 
 
 TRAINED = (
-    # preset, tokens, sequence, published FLOPs, where
+    # preset, tokens, sequence length, published FLOPs, label
     ("gpt3-175b", 300e9, 2048, 3.14e23, "GPT-3 (3,640 petaflop/s-days)"),
     ("llama3-405b", 15.6e12, 8192, 3.8e25, "Llama 3.1 405B"),
 )
 
 
 def training_runs() -> Exhibit:
-    """Operations of whole training runs: what a plan counts, beside 6 operations for each parameter and token."""
+    """FLOPs of whole training runs: as a plan counts them, and as 6 per parameter and token."""
     lines = []
     for preset, tokens, length, figure, label in TRAINED:
         model = run_from_dict(dict(model=dict(preset=preset), train=dict(seq_len=length))).model
@@ -192,7 +192,7 @@ def training_runs() -> Exhibit:
 
 
 LLAMA = (
-    # preset, tokens, GPUs (of the largest as the paper says, of the others assumed)
+    # preset, tokens, GPUs (published for the largest model, assumed for the others)
     ("llama1-7b", 1.0e12, 256),
     ("llama1-13b", 1.0e12, 512),
     ("llama1-33b", 1.4e12, 1024),
@@ -201,7 +201,7 @@ LLAMA = (
 
 
 def llama_hours() -> Exhibit:
-    """GPU-hours of LLaMA's runs. How they were split was not published, so it is the fastest of some layouts that fit."""
+    """GPU-hours of LLaMA's runs. Their layouts were not published, so the fastest of some layouts that fit is used."""
     hours = {
         row["id"].split("_")[1].lower(): row["measured"]["gpu_hours"] for row in _rows("training", ["llama1_gpuhours"])
     }
@@ -240,7 +240,7 @@ BUBBLES = (
 
 
 def bubbles() -> Exhibit:
-    """Idle time over busy time: (p - 1) / m, and with v stages a rank (p - 1) / (v m) (Narayanan et al. 2021, section 2.2)."""
+    """Idle time over busy time: (p - 1) / m, and with v stages per rank (p - 1) / (v m) (Narayanan et al. 2021, section 2.2)."""
     lines = []
     for schedule, ranks, microbatches, chunks in BUBBLES:
         layout = LayoutConfig(pipeline=ranks, schedule=schedule, chunks=chunks)  # type: ignore[arg-type]

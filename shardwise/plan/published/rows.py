@@ -1,6 +1,6 @@
 """Published measurements as jobs: a row of the format in `docs/validation.md`, in the planner's terms.
 
-What a source left out is assumed, and the assumptions are listed with the prediction. A row that cannot be expressed is
+Facts that a source left out are assumed, and the assumptions are listed with the prediction. A row that cannot be expressed is
 unsupported, with the reason; it is counted, not dropped.
 """
 
@@ -31,9 +31,9 @@ SCHEDULES = {
     "dualpipe-v": "dualpipe-v",
 }
 GROUPED = {"DeepSeek-V2": (8, 3), "DeepSeek-V3": (8, 4), "DeepSeek-R1": (8, 4)}
-"""Published models whose routing chooses groups of experts first: so many, of which so many (their `config.json`)."""
+"""Published models whose router first chooses groups of experts: (groups, chosen groups), from their `config.json`."""
 MODERN = ("hopper", "blackwell", "cdna3")
-"""Generations whose published runs are of frameworks that shard the optimizer and fuse their kernels."""
+"""Generations whose published runs use frameworks that shard the optimizer and fuse their kernels."""
 
 
 def published(kind: str) -> list[Row]:
@@ -47,13 +47,13 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class RowJob:
-    """A row's job, what had to be assumed, and what else its program may have done."""
+    """A row's job, the assumptions made, and what else its framework may have done."""
 
     job: Job
     assumed: tuple[str, ...]
     alternatives: tuple[Alternative, ...] = ()
     known: bool = True
-    """Whether the program is a known one."""
+    """Whether the framework is a known one."""
 
 
 def model_of(row: Row) -> ModelConfig:
@@ -79,7 +79,7 @@ def model_of(row: Row) -> ModelConfig:
         parallel_block=bool(m.get("parallel_block")),
     )
     name = m.get("name") or ""
-    if gpt and name.startswith("BLOOM"):  # Le Scao et al. 2022, section 3.2; what was tried before had no ALiBi yet
+    if gpt and name.startswith("BLOOM"):  # Le Scao et al. 2022, section 3.2; earlier trials had no ALiBi yet
         keys |= dict(embedding_norm=True, position="alibi" if name == "BLOOM-176B" else "learned")
     if isinstance(m.get("sliding_window"), int):
         keys["sliding_window"] = m["sliding_window"]
@@ -108,14 +108,14 @@ def model_of(row: Row) -> ModelConfig:
 
 
 def _even(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as even as possible, the odd ones in the middle: embedding and head may have a stage to themselves."""
+    """Layers of each stage, as even as possible, extra layers in the middle: embedding and head may have a stage to themselves."""
     base, more = divmod(layers, stages)
     start = (stages - more) // 2
     return tuple(base + (start <= n < start + more) for n in range(stages))
 
 
 def cluster_of_row(row: Row, devices: int) -> Cluster:
-    """So many of the row's devices, as they are joined."""
+    """A cluster of `devices` of the row's devices, with the row's links."""
     hardware = row["hardware"]
     per_node = min(hardware["gpus_per_node"], devices)
     own: dict[str, Any] = {key: hardware.get(key) or 0 for key in ("intra_gbs", "inter_gbs", "power_w", "hbm_gbs")}
@@ -147,7 +147,7 @@ def layout_of(row: Row, model: ModelConfig, assumed: list[str], *, modern: bool)
     if p.get("schedule") and p["schedule"] not in SCHEDULES:
         raise Unsupported(f"the schedule {p['schedule']}")
     stated, modules = p.get("recompute"), (row.get("software") or {}).get("recompute_modules")
-    if stated is None and modules is not None:  # which modules were recomputed says whether any were
+    if stated is None and modules is not None:  # a list of recomputed modules tells whether any were
         stated = "selective" if modules else "none"
     recompute = {"full": "full", "selective": "attention", "none": "none", None: "none"}.get(stated, "")
     if not recompute:
@@ -176,12 +176,12 @@ def layout_of(row: Row, model: ModelConfig, assumed: list[str], *, modern: bool)
 
 
 def program_name(row: Row) -> str:
-    """The program that a row names, or nothing."""
+    """The framework that a row names, or ""."""
     return str((row.get("software") or {}).get("framework") or "")
 
 
 def framework_of_row(row: Row, layout: LayoutConfig, cluster: Cluster) -> DeclaredFramework:
-    """The program a row was measured with, as the row declares it."""
+    """The framework a row was measured with, as the row declares it."""
     if row["group"].startswith("shardwise"):
         return DeclaredFramework(job_of(own_run(row)).framework)
     p, facts, precision = row["parallel"], dict(row.get("software") or {}), row["precision"] or "bf16"
@@ -207,7 +207,7 @@ def framework_of_row(row: Row, layout: LayoutConfig, cluster: Cluster) -> Declar
 
 
 def _of_row(framework: Framework, row: Row) -> Framework:
-    """What else the row says of the program."""
+    """The framework with what else the row says about it."""
     p, note = row["parallel"], row.get("note") or ""
     if p.get("sp") is not None:
         framework = replace(framework, sequence_parallel=bool(p["sp"]))
@@ -216,17 +216,17 @@ def _of_row(framework: Framework, row: Row) -> Framework:
         and p.get("recompute") == "selective"
         and framework.recompute_selective == ("attention",)
     ):
-        # Today's frameworks recompute what is cheap, norms and activations; fused attention saves little.
+        # Today's frameworks recompute cheap operations, norms and activations; fused attention saves few tensors.
         framework = replace(framework, recompute_selective=("norm", "activation"))
     if "PURE" in note:  # gradients are reduced in 16 bits
         framework = replace(framework, reduce_bytes=2.0)
-    if "nvidia-smi" in note:  # counts the driver and what the allocator holds in reserve
+    if "nvidia-smi" in note:  # counts the driver and the memory that the allocator reserves
         framework = replace(framework, context_gib=3.0, fragmentation=0.15)
     return framework
 
 
 def job_of_row(row: Row) -> RowJob:
-    """What the planner is asked; raises `Unsupported`."""
+    """The job of a row; raises `Unsupported`."""
     assumed: list[str] = []
     hardware = row["hardware"]
     if not hardware.get("gpus"):
@@ -242,10 +242,10 @@ def job_of_row(row: Row) -> RowJob:
     data = layout.replicate * layout.shard
     batch, micro = row.get("global_batch"), row.get("micro_batch")
     if not micro:
-        # What people choose where nothing is said: one sequence in a pipeline, else some 16,000 tokens.
+        # The usual choice where nothing is stated: one sequence in a pipeline, else some 16,000 tokens.
         share = (batch or data) // data
         micro = max(1, min(share, 16384 // row["model"]["seq"]))
-        if layout.pipeline > 1:  # PyTorch's pipelines cut a share into as many microbatches as stages
+        if layout.pipeline > 1:  # PyTorch's pipelines split a rank's share into one microbatch per stage
             micro = max(1, share // layout.pipeline) if layout.zero == 3 else 1
         while share % micro:
             micro -= 1
@@ -276,7 +276,7 @@ OWN_KEYS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", 
 
 
 def own_run(row: Row) -> Run:
-    """The run behind a row that this project's trainer was measured with, on one device."""
+    """The run of a row measured with this project's trainer, on one device."""
     m, recompute = row["model"], row["parallel"]["recompute"]
     train = dict(seq_len=m["seq"], global_batch=row["global_batch"], microbatch=row["micro_batch"], dtype="bfloat16")
     if row["precision"] == "fp8":
@@ -292,7 +292,7 @@ def own_run(row: Row) -> Run:
 
 
 def flops_of_step(row: Row, job: Job) -> float:
-    """Operations of a step as the row's source counts them."""
+    """FLOPs of a step as the row's source counts them."""
     m, tokens = job.model, job.tokens
     convention = row.get("flops_convention") or "model"
     if convention == "hardware_full_recompute_96":
@@ -306,7 +306,7 @@ def flops_of_step(row: Row, job: Job) -> float:
 
 
 def measured_seconds(row: Row, job: Job) -> float | None:
-    """Seconds of an iteration, from the most direct figure the source gives."""
+    """Seconds of an iteration, from the most direct figure in the source."""
     q, devices = row["measured"], row["hardware"]["gpus"]
     for key in ("iter_time_s", "iter_time_s_derived"):
         if q.get(key):

@@ -1,6 +1,6 @@
-"""Published measurements of serving, as what the planner is asked: the ranks, the formats and the load of a row.
+"""Published measurements of serving as inputs of the planner: the ranks, the formats and the load of a row.
 
-As in `rows.py`, what a source left out is assumed and listed, and what cannot be predicted is `Unsupported`.
+As in `rows.py`, facts that a source left out are assumed and listed, and rows that cannot be predicted are `Unsupported`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from shardwise.plan.serving.loads import Load
 from shardwise.run import ModelConfig
 
 FIRST = ("latency_ms", "tpot_ms", "decode_ms_per_token", "output_tokens_per_s")
-"""What a row is judged by: the first of these that was measured."""
+"""The quantity that a row is judged by: the first of these that was measured."""
 
 MEASURES = {
-    # what a row may hold: (which of our quantities, how it is written there)
+    # key of a row: (our quantity, factor from seconds to the row's unit)
     "latency_ms": ("latency", 1e3),
     "ttft_ms": ("ttft", 1e3),
     "tpot_ms": ("tpot", 1e3),
@@ -28,12 +28,12 @@ MEASURES = {
 
 
 def first_measured(row: Row) -> str:
-    """What the row is judged by, or nothing."""
+    """The quantity that the row is judged by, or ""."""
     return next((name for name in FIRST if row["measured"].get(name)), "")
 
 
 def serving_of_row(row: Row) -> tuple[Serving, Load, tuple[str, ...]]:
-    """A row's serving, its load, and what had to be assumed; raises `Unsupported`."""
+    """A row's serving setup, its load, and the assumptions made; raises `Unsupported`."""
     assumed: list[str] = []
     model = model_of(row)
     note = row.get("note") or ""
@@ -64,9 +64,9 @@ def serving_of_row(row: Row) -> tuple[Serving, Load, tuple[str, ...]]:
 
 
 def _check_by_itself(row: Row, s: Serving, load: Load) -> None:
-    """Refuse a row of a closed loop whose figures exclude each other. What a request waits and what it decodes say how many of the
-    clients decode at a time (Little 1961); a step of so many reads the weights that their tokens touch, which takes their bytes by
-    the memory's full speed, and no answer has its tokens faster."""
+    """Refuses a closed-loop row whose figures contradict each other. Waiting time and decode time of a request determine how many
+    clients decode at a time (Little 1961). A step of that many reads the weights that their tokens touch, which at full memory
+    bandwidth is a lower bound on the time per token."""
     first, each = (row["measured"].get(name) for name in ("ttft_ms", "tpot_ms"))
     if load.kind != "closed" or not first or not each:
         return
@@ -74,7 +74,7 @@ def _check_by_itself(row: Row, s: Serving, load: Load) -> None:
     running = load.batch * decoding / (first + decoding)
     held, m = weight_bytes(s), s.model
     if m.experts:
-        met = max(1.0, running / s.pipeline)  # tokens that meet at the experts of a stage
+        met = max(1.0, running / s.pipeline)  # tokens that reach the experts of a stage together
         held["experts"] *= experts_hit(m.experts, m.experts_per_token, met, s.engine.expert_skew) / m.experts
     least = 1e3 * s.pipeline * sum(held[part] for part in ("attention", "ffn", "experts")) / s.chip.hbm
     if each < least:
@@ -89,14 +89,14 @@ CACHES = {"fp8": 1.0, "int8": 1.0, "fp16": 2.0, "bf16": 2.0}
 
 
 def _engine_name(row: Row) -> str:
-    """The program that a row declares; one that is new serves as most do."""
+    """The engine that a row declares; an unknown one is treated as TensorRT-LLM."""
     name = str((row.get("software") or {}).get("framework") or "").lower()
     name = PROGRAMS.get(name, name)
     return name if name in ENGINES else "trtllm"
 
 
 def _cache_bytes(row: Row, precision: str, engine: Engine) -> float:
-    """Bytes of an element of the cache, as declared, else what the engine does with such weights."""
+    """Bytes per element of the KV cache, as declared, else the engine's default with such weights."""
     usual = cache_width(precision) if engine.narrow_cache else 2.0
     return CACHES.get(str((row.get("software") or {}).get("kv_dtype")), usual)
 
@@ -107,7 +107,7 @@ def _bf16_attention(model: ModelConfig, precision: str) -> bool:
 
 
 def _ranks(row: Row, model: ModelConfig, assumed: list[str]) -> dict[str, int]:
-    """Axes of a row. Where a source multiplied the ranks that tensor and expert axes share, they are counted once."""
+    """The axes of a row. Where a source multiplied tensor and expert axes that share the same ranks, these are counted once."""
     p, devices = row["parallel"], row["hardware"]["gpus"]
     if p.get("tp") is None or p.get("pp") is None or not devices:
         raise Unsupported("the layout was not published")

@@ -1,7 +1,7 @@
-"""Predict measurements that others published, and say how far off.
+"""Predicts measurements that others published, and reports the errors.
 
-Rows of a source that took part in fitting are predicted with the constants fitted without it, unless asked otherwise. So the errors
-are those a user meets with a framework or cluster that the planner has not seen.
+Rows of a source that took part in fitting are predicted with constants fitted without that source, unless requested otherwise. So
+the errors are those a user meets with a framework or cluster that the planner has not seen.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardwise.plan.trainer.memory import memory_of
 
 @dataclass
 class Prediction:
-    """One row, predicted."""
+    """The prediction of one row."""
 
     id: str
     group: str
@@ -43,17 +43,17 @@ class Prediction:
     low: float | None = None
     high: float | None = None
     error: float | None = None
-    """Signed, relative to what was measured."""
+    """Signed, relative to the measured value."""
     errors: dict[str, float] = field(default_factory=dict)
     memory_measured_gib: float | None = None
     memory_predicted_gib: float | None = None
     memory_error: float | None = None
     assumed: tuple[str, ...] = ()
     classes: str = ""
-    """The class whose interval it has."""
+    """The class of jobs whose interval is used."""
 
     def judge(self, measured: float | None, predicted: float, width: float) -> None:
-        """Puts the interval around a prediction, and takes its error."""
+        """Records a prediction with its interval and its error."""
         self.measured, self.predicted = measured, predicted
         self.low, self.high = predicted * math.exp(-width), predicted * math.exp(width)
         if measured:
@@ -66,13 +66,13 @@ class Prediction:
 
 
 def layer_seconds(job: Job, constants: Constants) -> Any:
-    """Forward and backward of one layer, without embedding, head and optimizer."""
+    """Seconds of forward and backward of one layer, without embedding, head and optimizer."""
     own = passes(job, ModuleCost.of(layer(job, routed=False)), constants)
     return own.forward + own.backward_input + own.backward_weight
 
 
 def _seconds(row: Row, job: Job, effects: Mapping[str, float]) -> float:
-    """Predicted for one program. What is known of a source is among the effects unless it was left out."""
+    """Predicted seconds for one framework. `effects` include those of the row's source unless it was left out."""
     constants = constants_of(job, effects, row["group"])
     if row["kind"] == "layer":
         return float(layer_seconds(job, constants))
@@ -80,7 +80,8 @@ def _seconds(row: Row, job: Job, effects: Mapping[str, float]) -> float:
 
 
 def _predict_training(result: Prediction, row: Row, *, leave_out: bool, program: bool) -> None:
-    """A row of training, or of one layer. What its program may do besides what was stated moves the prediction by its share."""
+    """Predicts a row of training, or of one layer. Alternatives for what its framework left unstated shift the prediction by their
+    probability."""
     question = job_of_row(row)
     job, result.assumed = question.job, question.assumed
     name = program_name(row) if program else ""
@@ -105,14 +106,14 @@ def _predict_training(result: Prediction, row: Row, *, leave_out: bool, program:
 
 
 def _reading(row: Row, given: float, predicted: float) -> float:
-    """GiB that a row states. Where its source leaves open whether these are GB, both may be right: the nearer is taken."""
+    """GiB that a row states. Where its source leaves open whether the unit is GB, the reading nearer to the prediction is taken."""
     if row.get("memory_unit") != "unclear":
         return given
     return min((given, given * 1e9 / GIB), key=lambda size: abs(predicted / size - 1))
 
 
 def _peak(row: Row, job: Job) -> float:
-    """Bytes of the fullest rank. Of this trainer's own rows it is what the allocator counts, without the context's bytes."""
+    """Bytes of the fullest rank. For this trainer's own rows they are what the allocator counts, without the CUDA context."""
     if job.framework.family != "shardwise":
         return memory(job).peak
     ranks = memory_of(own_run(row), job).ranks
@@ -120,7 +121,7 @@ def _peak(row: Row, job: Job) -> float:
 
 
 def _predict_inference(result: Prediction, row: Row, *, leave_out: bool) -> None:
-    """A row of serving."""
+    """Predicts a row of serving."""
     serving, load, result.assumed = serving_of_row(row)
     first = first_measured(row)
     if not first:
@@ -140,7 +141,7 @@ def _predict_inference(result: Prediction, row: Row, *, leave_out: bool) -> None
 
 
 def predict(row: Row, *, leave_out: bool = True, program: bool = False) -> Prediction:
-    """One row; one that cannot be predicted says why. With `program` all rows of its program are left out."""
+    """Predicts one row; an unsupported row has its reason. With `program`, all rows of its framework are left out of the fit."""
     result = Prediction(row["id"], row["group"], row["kind"], True, bool(row.get("complete")))
     try:
         if row["kind"] == "inference":
@@ -153,12 +154,12 @@ def predict(row: Row, *, leave_out: bool = True, program: bool = False) -> Predi
 
 
 def validate(rows: Iterable[Row], *, leave_out: bool = True, program: bool = False) -> list[Prediction]:
-    """Predict every row."""
+    """Predicts every row."""
     return [predict(row, leave_out=leave_out, program=program) for row in rows]
 
 
 def summary(predictions: list[Prediction]) -> dict[str, Any]:
-    """Rows, errors of time and of memory, and how many measurements the intervals hold."""
+    """Counts of rows, errors of time and memory, and the share of measurements inside their intervals."""
     timed = [p for p in predictions if p.error is not None]
     errors = [abs(p.error) for p in timed if p.error is not None]
     held = [p for p in timed if p.low is not None and p.low <= (p.measured or 0) <= (p.high or 0)]

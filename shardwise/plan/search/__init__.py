@@ -1,8 +1,7 @@
-"""The best layouts of a job: all legal ones screened in closed form over arrays, the best played in full.
+"""The best layouts of a job: all legal ones are screened in closed form over arrays, the best are simulated in full.
 
-`space.py` lists the legal layouts, `tables.py` asks the hardware once for each case that differs, `screen.py` estimates time and
-memory with the closed forms of `bubbles.py`. `search.py` plays and ranks; `advice.py` says what would do
-better.
+`space.py` lists the legal layouts, `tables.py` evaluates the hardware model once for each distinct case, `screen.py` estimates time
+and memory with the closed forms of `bubbles.py`. `search.py` simulates and ranks; `advice.py` reports better changes.
 """
 
 from shardwise.plan.search.search import SearchResult, resolve, search

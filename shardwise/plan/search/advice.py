@@ -1,5 +1,5 @@
-"""What a search says beside its ranking: why nothing is legal, why nothing fits and what would, and which single change of a
-layout would bring the most."""
+"""What a search reports besides its ranking: why no layout is legal, why none fits and what would fit, and which single change of a
+layout would gain the most."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from shardwise.run.rules.check import broken_rules
 
 MOST_DEVICES = 200_000
 LEANEST = 8
-"""Groups whose leanest layout is counted to the byte."""
+"""Groups whose layout with the least memory is counted to the byte."""
 LEAST_GAIN = 0.0005
-"""A change that brings less is not called faster: it would be told as 0.0 %."""
+"""A change that gains less is not called faster: it would be printed as 0.0 %."""
 TRIES = 100
-"""Numbers of devices looked at between one that is too small and one that is not."""
+"""Device counts tried between one that is too small and one that is enough."""
 
 
 def counts_of(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: int) -> tuple[list[int], int]:
-    """The numbers of devices to search on, and devices in a machine; or everything that is wrong with the question."""
+    """The device counts to search on, and the devices per node. Raises `UserError` with everything wrong in the arguments."""
     problems: list[Problem] = []
     per_node = run.cluster.devices_per_node
     if not run.layout.auto:
@@ -70,7 +70,7 @@ def counts_of(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch
 
 
 def nothing_legal(run: Run, counts: Sequence[int], per_node: int) -> UserError:
-    """Why no layout keeps the rules: those that the nearest one breaks."""
+    """Why no layout is legal: the rules that the nearest layout breaks."""
     count = counts[-1]
     broken = min((_broken(run, trial, count, per_node) for trial in _trials(run, count)), key=len, default=[])
     head = f"no layout of {run.name} is legal on {counted(count, 'device')} of {per_node} a machine"
@@ -82,7 +82,7 @@ def nothing_legal(run: Run, counts: Sequence[int], per_node: int) -> UserError:
 
 
 def _trials(run: Run, count: int) -> Iterator[Sizes]:
-    """Layouts with one axis over all devices, or over as many as the rest of them leave."""
+    """Sizes that split the devices left by the fixed axes over one or two free axes."""
     lay, fixed = run.layout, run.layout.fixed
     given = {name: getattr(lay, name) if name in fixed else 1 for name in Sizes._fields if name != "microbatch"}
     used = int(np.prod([value for name, value in given.items() if name != "expert"]))
@@ -104,13 +104,13 @@ def _broken(run: Run, size: Sizes, count: int, per_node: int) -> list[Any]:
 
 
 def leanest(space: Space) -> list[tuple[Group, LayoutIndex]]:
-    """Of some groups of layouts the one that needs the least memory by the estimate, the leanest first."""
+    """The layout with the least screened memory of each of the `LEANEST` best groups, the least first."""
     found = sorted(((*group.leanest(), group) for group in space.groups), key=lambda one: one[0])
     return [(group, index) for need, index, group in found[:LEANEST] if np.isfinite(need)]
 
 
 def nothing_there(space: Space) -> str:
-    """Why no layout of a space is shown, in a sentence."""
+    """Why a space has no layout in the result, in a sentence."""
     if not space.count:
         return f"no layout is legal on {counted(space.devices, 'device')}"
     lean, need = _leanest(space)
@@ -134,7 +134,7 @@ def _too_large(lean: Run, space: Memory, count: int) -> str:
 
 
 def nothing_fits(run: Run, spaces: Sequence[Space]) -> UserError:
-    """What fills the memory of the leanest layout, and how many devices would do."""
+    """What fills the memory of the layout that needs the least, and how many devices would suffice."""
     every = [(*_leanest(one), one) for one in spaces]
     lean, space, where = min(every, key=lambda found: found[1].peak)
     owners = max(space.ranks, key=lambda rank: sum(rank.values()))
@@ -154,7 +154,7 @@ def nothing_fits(run: Run, spaces: Sequence[Space]) -> UserError:
 
 
 def smallest_count(run: Run, above: int, per_node: int) -> int:
-    """The fewest devices, in whole machines, on which the leanest layouts fit; 0 where none was found."""
+    """The fewest devices, in whole nodes, on which the layouts with the least memory fit; 0 where none was found."""
     lean: dict[str, Any] = dict(zero=3, recompute="full", schedule="1f1b", context_method="ring", async_tensor=False)
     free = {name: value for name, value in lean.items() if name not in run.layout.fixed}
     layout = replace(run.layout, **free, fixed=(*run.layout.fixed, *free))
@@ -175,9 +175,9 @@ def smallest_count(run: Run, above: int, per_node: int) -> int:
 
 
 def next_changes(layouts: Sequence[tuple[Group, LayoutIndex, float]]) -> list[str]:
-    """What the best change of one key would bring to each layout, given the seconds of its step. What a smaller axis frees
-    goes to the data ranks. Where none that fits is faster, one that needs up to twice the memory is named, since that is what
-    memory would buy; a sentence on such a change, or on a slower one, begins with that."""
+    """The gain of the best change of one key for each layout, given the seconds of its step. Devices that a smaller axis frees go
+    to the data-parallel ranks. Where no fitting change is faster, one that needs up to twice the memory is named, since that is
+    what more memory would buy; the sentence on such a change, or on a slower one, says so first."""
     asked: dict[tuple[Group, str, int], list[tuple[int, LayoutIndex, str]]] = {}
     for n, (group, index, _) in enumerate(layouts):
         for there, where, what in _neighbours(group, index):
@@ -198,7 +198,7 @@ def next_changes(layouts: Sequence[tuple[Group, LayoutIndex, float]]) -> list[st
 
 
 class _Change(NamedTuple):
-    """A layout that differs in one key: its step's seconds, its bytes as screened, and the words for the change."""
+    """A layout that differs in one key: its step seconds, its screened bytes, and a description of the change."""
 
     seconds: float
     need: float
@@ -208,14 +208,14 @@ class _Change(NamedTuple):
 
 
 def _likely(changes: list[_Change]) -> list[_Change]:
-    """Of the changes as screened, the fastest two that may fit, and the fastest of the others."""
+    """The two fastest screened changes that may fit, and the fastest of the others."""
     ordered = sorted(changes, key=lambda one: one.seconds)
     fits = [one for one in ordered if one.need <= one.group.space.capacity]
     return [*fits[:2], *[one for one in ordered if one.need > one.group.space.capacity][:1]]
 
 
 def _advice(seconds: float, changes: list[_Change]) -> str:
-    """The sentence for a layout whose step takes so long."""
+    """The sentence for a layout whose step takes `seconds`."""
     ordered = sorted(changes, key=lambda one: one.seconds)
     faster = [one for one in ordered if seconds / one.seconds - 1 >= LEAST_GAIN]
     told = []
@@ -234,7 +234,7 @@ def _advice(seconds: float, changes: list[_Change]) -> str:
 
 
 def sentence(what: str, gain: float, memory: Memory) -> str:
-    """What a change brings and needs. That it does not fit or is no faster comes first."""
+    """The gain and the memory of a change. If it does not fit or is no faster, the sentence says so first."""
     peak, capacity = memory.peak, memory.capacity
     need = f"needs {peak / GIB:.1f} GiB" + ("" if memory.fits else f", {(peak - capacity) / GIB:.1f} GiB too many")
     same = abs(gain - 1) < LEAST_GAIN
@@ -244,7 +244,7 @@ def sentence(what: str, gain: float, memory: Memory) -> str:
 
 
 def change_that_fits(run: Run) -> str:
-    """For a layout that does not fit, the change of one key that makes it fit, the fastest of those; empty where none does."""
+    """For a layout that does not fit, the fastest change of one key that makes it fit; empty where there is none."""
     fitting = []
     for what, changed in _changed(run):
         if not any(broken_rules(changed)) and (memory := memory_that_fits(changed, job := job_of(changed))):
@@ -257,7 +257,7 @@ def change_that_fits(run: Run) -> str:
 
 
 def _changed(run: Run) -> Iterator[tuple[str, Run]]:
-    """The run with one key changed so that a rank holds less, and the words for it. Axes grow at the cost of the data ranks."""
+    """Runs with one key changed so that a rank holds less, each with its description. Axes grow at the cost of data ranks."""
     lay, micro = run.layout, run.train.microbatch
     keys: list[tuple[str, dict[str, Any]]] = [("zero", dict(zero=n)) for n in range(lay.zero + 1, 4)]
     if lay.recompute != "full":
@@ -275,7 +275,7 @@ def _changed(run: Run) -> Iterator[tuple[str, Run]]:
 
 
 def evaluate(group: Group, indices: list[LayoutIndex]) -> list[tuple[float, float]]:
-    """Screened seconds and bytes of indices of one group and schedule."""
+    """Screened seconds and bytes of layouts of one group and schedule."""
     rows = np.unique([index.row for index in indices])
     where = {row: n for n, row in enumerate(rows.tolist())}
     (one,) = group.screen([indices[0][:2]], rows)
@@ -283,7 +283,7 @@ def evaluate(group: Group, indices: list[LayoutIndex]) -> list[tuple[float, floa
 
 
 def _neighbours(group: Group, index: LayoutIndex) -> Iterator[tuple[Group, LayoutIndex, str]]:
-    """Layouts that differ in one key, with the words for it."""
+    """Layouts that differ in one key, each with a description of the change."""
     space, chosen = group.space, group.choices_at(index)
     size = group.sizes_at(index)
     found = [
@@ -295,12 +295,12 @@ def _neighbours(group: Group, index: LayoutIndex) -> Iterator[tuple[Group, Layou
         key = "schedule" if schedule != index.schedule else "chunks"
         found.append(_moved(space, size, chosen, dict(schedule=schedule, chunks=chunks), key))
     found += [_moved(space, changed, chosen, {}, key, size) for key, changed in _resized(space, size)]
-    # What makes no difference leads back to the same index.
+    # A change that makes no difference leads back to the same index.
     yield from (one for one in found if one is not None and one[:2] != (group, index))
 
 
 def _resized(space: Space, size: Sizes) -> Iterator[tuple[str, Sizes]]:
-    """Other sizes that differ in one axis; data ranks make up for it."""
+    """Sizes that differ in one axis; a data-parallel axis changes to compensate."""
     for key in ("tensor", "context", "pipeline", "shard"):
         for value in space.values(key):
             for other in ("shard", "replicate"):
@@ -315,7 +315,7 @@ def _resized(space: Space, size: Sizes) -> Iterator[tuple[str, Sizes]]:
 def _moved(
     space: Space, size: Sizes, chosen: dict[str, Any], change: dict[str, Any], key: str, before: Sizes | None = None
 ) -> tuple[Group, LayoutIndex, str] | None:
-    """The index of a changed layout and the words for the change, where the space has it."""
+    """The group and index of a changed layout and a description of the change, or None where the space does not have it."""
     wanted = chosen | change
     found = space.find(size, wanted)
     if found is None:

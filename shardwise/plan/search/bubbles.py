@@ -1,10 +1,10 @@
-"""What a pipeline schedule costs, as closed forms over arrays: from the first forward to the last backward, and how many
-microbatches a rank holds. The search screens with these; what it ranks is played action by action.
+"""The cost of a pipeline schedule, as closed forms over arrays: the makespan from the first forward to the last backward, and how
+many microbatches a rank holds. The search screens with these; the layouts it ranks are simulated action by action.
 
-The forms are those at the top of each file of `schedules/`, with forward, backward-input and backward-weight apart. What the papers
-leave open (few microbatches, passes of different length in the V-shaped schedules, transfers that take time) was fitted to played
-schedules. Stages that are not alike enter by the busiest rank, which sets the pace, and by the mean, which sets the
-bubble. tests/plan/test_search.py holds both to the played schedule: the time to 12%, microbatches in flight exactly.
+The formulas are those at the top of each file of `schedules/`, with forward, backward-input and backward-weight separate. The cases
+that the papers leave open (few microbatches, passes of different length in the V-shaped schedules, transfers that take time) were
+fitted to simulated schedules. Unequal stages enter by the busiest rank, which sets the pace, and by the mean, which sets the
+bubble. tests/plan/test_search.py compares both with the simulated schedule: the time to 12%, microbatches in flight exactly.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _bpipe = partial(cached_schedule, "bpipe", chunks=1)
 
 
 class Pace(NamedTuple):
-    """One microbatch on a pipeline."""
+    """Seconds of one microbatch on a pipeline."""
 
     ranks: int
     chunks: int
     """Stages on each rank."""
     forward: Number
-    """Of a mean stage, as the other two."""
+    """Of a mean stage, like the two backward passes below."""
     backward_input: Number
     backward_weight: Number
     busiest: Number
@@ -38,7 +38,7 @@ class Pace(NamedTuple):
 
 
 def makespan(schedule: str, pace: Pace, microbatches: Number) -> Number:
-    """From the first forward to the last backward, by the schedule's name."""
+    """Seconds from the first forward to the last backward, by the schedule's name."""
     work = microbatches * pace.busiest / (2 if schedule in BIDIRECTIONAL and pace.ranks > 1 else 1)
     if pace.ranks == 1:
         return work
@@ -51,22 +51,22 @@ def makespan(schedule: str, pace: Pace, microbatches: Number) -> Number:
 def least_makespan(
     schedule: str, ranks: int, chunks: int, microbatches: Number, work: Number, forward: Number
 ) -> Number:
-    """Nothing is faster of which a microbatch takes so long on the mean rank, and so long forward: the bubble beside its
-    microbatches, as far as it does not depend on how long the passes are beside each other. A busier rank is no bound: the work
-    that it has more takes at least as long as the bubble that it fills."""
+    """A lower bound on the makespan, given the seconds of a microbatch on the mean rank (`work`) and of its forward pass: the work
+    of all microbatches, and the part of the bubble that does not depend on the ratio of the passes. A busier rank does not lower
+    it: its extra work takes at least as long as the bubble that this work fills."""
     m, p = microbatches, ranks
     if schedule in BIDIRECTIONAL and p > 1:
         return m / 2 * work
     if schedule in LOOPED:
         fewer = np.minimum(m, p)
         return (m + (p - fewer) + (fewer - 1) / chunks) * work
-    if schedule in SPLIT_BACKWARD:  # of V-shaped ones a rank has two stages
+    if schedule in SPLIT_BACKWARD:  # in V-shaped schedules a rank has two stages
         return m * work + (p - 1) / (2 if schedule in V_SHAPED else 1) * forward
     return (m + p - 1) * work
 
 
 def _one_forward_one_backward(pace: Pace, m: Number) -> tuple[Number, Number]:
-    """(P - 1)(F + B); and a microbatch's way down and up again has to fit in the time of the P microbatches in flight."""
+    """(P - 1)(F + B). A microbatch's round trip through the ranks also has to fit in the time of the P microbatches in flight."""
     p, stage = pace.ranks, pace.forward + pace.backward_input + pace.backward_weight
     way = 2 * (p - 1) * pace.hop
     late = np.maximum(stage + way / p - pace.busiest, 0.0)
@@ -74,13 +74,14 @@ def _one_forward_one_backward(pace: Pace, m: Number) -> tuple[Number, Number]:
 
 
 def _all_forward(pace: Pace, m: Number) -> tuple[Number, Number]:
-    """As 1F1B, but no microbatch waits for one before it."""
+    """As 1F1B, but no forward waits for the backward of an earlier microbatch."""
     p, stage = pace.ranks, pace.forward + pace.backward_input + pace.backward_weight
     return (p - 1) * stage, 2 * (p - 1) * pace.hop
 
 
 def _looped(pace: Pace, m: Number) -> tuple[Number, Number]:
-    """A v-th of that, since a stage is a v-th of a rank's layers; fewer microbatches than ranks wait to come round."""
+    """1/v of the 1F1B bubble, since a stage is 1/v of a rank's layers. If there are fewer microbatches than ranks, a rank waits in
+    every round for the first one to come back."""
     p, v = pace.ranks, pace.chunks
     stage = pace.forward + pace.backward_input + pace.backward_weight
     fewer = np.minimum(m, p)
@@ -88,7 +89,7 @@ def _looped(pace: Pace, m: Number) -> tuple[Number, Number]:
 
 
 def _breadth_first(pace: Pace, m: Number) -> tuple[Number, Number]:
-    """As looped; transfers from the last rank to the first hide behind the microbatches beyond one a rank."""
+    """As looped, but the microbatches beyond one per rank hide the transfers from the last rank to the first."""
     p, v = pace.ranks, pace.chunks
     spare = np.maximum(m - p, 0) * pace.forward
     bubble, transfers = _looped(pace, m)
@@ -96,7 +97,7 @@ def _breadth_first(pace: Pace, m: Number) -> tuple[Number, Number]:
 
 
 def _zb_h1(pace: Pace, m: Number) -> tuple[Number, Number]:
-    """(P - 1)(F + I - W): a weight's backward fills the bubble, one for each microbatch that there is."""
+    """(P - 1)(F + I - W): weight-gradient passes fill the bubble, one per microbatch."""
     p, f, i, w = pace.ranks, pace.forward, pace.backward_input, pace.backward_weight
     filled = np.minimum(m - 1, p - 1)
     bubble = np.maximum((p - 1) * (f + i) - filled * w, (p - 1) * f)
@@ -106,7 +107,8 @@ def _zb_h1(pace: Pace, m: Number) -> tuple[Number, Number]:
 
 
 def _zb_2p(pace: Pace, m: Number) -> tuple[Number, Number]:
-    """(P - 1)(F + I - 2W) that a rank waits, or (P - 1) F by which the last one begins and ends later; few fill less of it."""
+    """A rank waits (P - 1)(F + I - 2W), but at least the (P - 1) F by which the last rank begins and ends later. Few microbatches
+    fill less of the bubble."""
     p, f, i, w = pace.ranks, pace.forward, pace.backward_input, pace.backward_weight
     filled = np.minimum(m - 1, 2 * (p - 1))
     bubble = np.maximum((p - 1) * (f + i) - filled * w, (p - 1) * f)
@@ -115,7 +117,7 @@ def _zb_2p(pace: Pace, m: Number) -> tuple[Number, Number]:
 
 
 def _zb_v(pace: Pace, m: Number) -> tuple[Number, Number]:
-    """(P - 1) F where the passes are alike. Otherwise the longer of F and I, or what I has over W, twice."""
+    """(P - 1) F where the three passes take the same time. Otherwise the longest of F, I and 2 (I - W) replaces F."""
     p, f, i, w = pace.ranks, pace.forward, pace.backward_input, pace.backward_weight
     regular = (p - 1) * np.maximum(np.maximum(f, i), 2 * (i - w))
     few = 2 * (p - 1) * (f + i) - (m - 1) * (f + np.minimum(f, i))
@@ -123,7 +125,7 @@ def _zb_v(pace: Pace, m: Number) -> tuple[Number, Number]:
 
 
 def _dualpipe_v(pace: Pace, m: Number) -> tuple[Number, Number]:
-    """(P - 1)(F + B - 2W), and more where I is longer than F, since pairs then do not match."""
+    """(P - 1)(F + B - 2W), and more where I is longer than F, since paired passes then differ in length."""
     p, f, i, w = pace.ranks, pace.forward, pace.backward_input, pace.backward_weight
     regular = (p - 1) * (np.maximum(f + i - w, f) + np.maximum(i - 1.15 * f, 0.0))
     few = (p - 1) * (2 * (f + i) + w) - (m - 1) * (f + np.minimum(f, i))
@@ -131,7 +133,7 @@ def _dualpipe_v(pace: Pace, m: Number) -> tuple[Number, Number]:
 
 
 def _dualpipe(pace: Pace, m: Number) -> tuple[Number, Number]:
-    """As DualPipeV on half of the ranks with half of the microbatches, which must be even: no layout has another number."""
+    """As DualPipeV on half of the ranks with half of the microbatches. Infinite for an odd number, which no legal layout has."""
     bubble, transfers = _dualpipe_v(pace._replace(ranks=pace.ranks // 2), m // 2)
     return np.where(m % 2, np.inf, bubble), transfers
 
@@ -153,7 +155,7 @@ _BUBBLES = {
 
 
 def in_flight(schedule: str, ranks: int, chunks: int, rank: int, microbatches: Number) -> Number:
-    """The most microbatches a rank holds at a time, each counted by the share of the rank's stages that hold it."""
+    """The most microbatches a rank holds at a time, each weighted by the share of the rank's stages that hold it."""
     m, p, v = microbatches, ranks, chunks
     if p == v == 1:
         return np.ones_like(m)
@@ -180,5 +182,5 @@ def in_flight(schedule: str, ranks: int, chunks: int, rank: int, microbatches: N
 
 
 def before_input(schedule: str, ranks: int, rank: int, microbatches: Number) -> Number:
-    """Of those, with one stage a rank, how many have their backward for the input still to come."""
+    """How many of the microbatches in flight still have their backward-input to come, with one stage per rank."""
     return np.minimum(microbatches, 2 * (ranks - rank) - 1 if schedule == "zb-2p" else ranks - rank)

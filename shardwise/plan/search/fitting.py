@@ -1,7 +1,7 @@
 """The layouts of a space that fit, the best first; and the Pareto front of step time and memory.
 
-Candidates are played in the order of the least time that each may take by its screened figure. A layout is told once nothing that
-is still unplayed may be faster, so the order is that of the plans. Memory is counted to the byte for those alone that come so far.
+Candidates are simulated in the order of the least time that their screened figure allows. A layout is yielded once no unsimulated
+candidate may be faster, so the order is that of the plans. Memory is counted to the byte only for layouts that get this far.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from shardwise.plan.trainer.memory import memory_that_fits
 from shardwise.run import Run
 
 LEANER = 0.97
-"""A step of memory that matters: what needs more than this share of a faster layout's memory is no point of the front."""
+"""A layout that needs more than this share of a faster layout's memory is not a point of the Pareto front."""
 AT_ONCE = 240
-"""Candidates that are played together, before what they tell is looked at."""
+"""Candidates that are simulated together, before their times are looked at."""
 TOO_FULL = 400
-"""Layouts without room for an engine, after which no more are counted where none was found that has it."""
+"""The search stops after this many layouts without room for the inference engine, if it found none with room."""
 LIKELY = 120
-"""Layouts that are played to know which of them have most to gain from a recompute budget."""
+"""Layouts that are simulated to find those with the most to gain from a recompute budget."""
 MEMORY_LIMITS = (0.75, 0.5)
-"""Where screened memory is so far off that none of the fastest fits: the fastest that need so much of the capacity."""
+"""Where screened memory is so far off that none of the fastest fits, the fastest within these shares of the capacity follow."""
 
 Array = Any
 Timed = tuple[float, Candidate]
-"""With the seconds of a step by its plan."""
+"""The step seconds of a candidate's plan, and the candidate."""
 
 
 class FittingLayout(NamedTuple):
@@ -67,37 +67,37 @@ class FittingLayout(NamedTuple):
     candidate: Candidate
 
     def plan(self) -> Plan:
-        """All of its plan."""
+        """The full plan of the layout."""
         return plan_job(self.run, self.job, memory=self.memory)
 
 
 def rounded_seconds(seconds: float) -> float:
-    """Times as far as they tell layouts apart: those that differ in the last bits are equal."""
+    """Seconds rounded so that times that differ only in the last bits compare as equal."""
     return float(f"{seconds:.9g}")
 
 
 @dataclass
 class Fitting:
-    """The layouts of a space that really fit, found as they are asked for."""
+    """The layouts of a space that fit by exact memory, found lazily."""
 
     space: Space
     keep: int
     played: dict[Candidate, float] = field(default_factory=dict)
-    """Step seconds of all that were played."""
+    """Step seconds of all simulated candidates."""
     too_full: int = 0
-    """Layouts that would fit, but leave no room for the engine that makes a run's answers."""
+    """Layouts that would fit, but leave no room for the engine that generates a run's rollouts."""
     _known: dict[Candidate, FittingLayout | None] = field(default_factory=dict)
     _most: int = 0
-    """Candidates of the last pool, where the space is a large one."""
+    """The size of the last pool; 0 in a small space."""
 
     def __iter__(self) -> Iterator[FittingLayout]:
-        """The best first; of equal times the leanest."""
+        """The best first; at equal times the one with the least memory."""
         found: set[Candidate] = set()
         for _, same in groupby(self._in_order(), key=lambda one: rounded_seconds(one[0])):
             fits = [one for _, candidate in same if (one := self.fits(candidate)) is not None]
             yield from sorted(fits, key=lambda one: one.memory.peak)
             found |= {one.candidate for one in fits}
-            if not found and self.too_full >= TOO_FULL:  # then the leanest tell whether any is not
+            if not found and self.too_full >= TOO_FULL:  # then those with the least memory tell if any has room
                 break
         if not found:
             lean = [Candidate(math.inf, math.inf, *one) for one in leanest(self.space)]
@@ -106,7 +106,7 @@ class Fitting:
             yield from sorted(fits, key=lambda one: (one.seconds, one.memory.peak))
 
     def _in_order(self) -> Iterator[Timed]:
-        """Candidates by their step's seconds."""
+        """Candidates in the order of their simulated step seconds."""
         waiting: list[Timed] = []
         told: set[Candidate] = set()
         for candidates, certain in self._pools():
@@ -126,7 +126,7 @@ class Fitting:
         yield from waiting
 
     def least(self) -> float:
-        """Nothing here takes fewer seconds, as far as screening can tell: known before anything is played."""
+        """A lower bound on the step seconds of the space, from screening alone: known before any simulation."""
         candidates, certain = self._first_pool
         return certain * min(candidates.found[0].seconds, candidates.complete) if candidates.found else 0.0
 
@@ -137,13 +137,13 @@ class Fitting:
         return self._fastest(max(POOL, 4 * self.keep)), LEAST_TIME
 
     def _fastest(self, most: int) -> Candidates:
-        """So many of a large space, and all others that are no slower."""
+        """The `most` fastest candidates of a large space, and all others that are no slower."""
         self._most = most
         pool = screen_all(self.space, most, self.space.capacity / LEAST_MEMORY_OF_MANY, lean=False)
         return pool._replace(found=[one for one in pool.found if one.seconds <= pool.complete])
 
     def _pools(self) -> Iterator[tuple[Candidates, float]]:
-        """Candidates, more each time, with the least share of its screened time that one may take; 0: play all."""
+        """Further pools of candidates, each with the least share of its screened time that one may take; 0: simulate all."""
         space, capacity = self.space, self.space.capacity
         yield self._first_pool
         if space.count <= PLAY_ALL:
@@ -161,12 +161,12 @@ class Fitting:
         return [(self.played[one], one) for one in candidates]
 
     def fits(self, candidate: Candidate, most: float = math.inf) -> FittingLayout | None:
-        """The layout with its memory, or None. One that is not counted yet and needs more than `most` is left out too."""
+        """The layout with its memory; None where it does not fit, or is not counted yet and needs more than `most`."""
         if candidate not in self._known:
             run = candidate.group.run_at(candidate.layout)
             job = job_of(run)
             memory = memory_that_fits(run, job, most)
-            if memory is None and most < math.inf:  # it may fit all the same
+            if memory is None and most < math.inf:  # it may still fit the device
                 return None
             if memory is not None and not rollouts_fit(run, memory):
                 self.too_full += 1
@@ -176,20 +176,20 @@ class Fitting:
         return self._known[candidate]
 
     def leaner(self, candidate: Candidate, most: float) -> FittingLayout | None:
-        """The layout with its memory, where it fits and may need less than `most`: screening tells of many that they do not."""
+        """The layout with its memory, where it fits and may need less than `most`: screened memory rules many out."""
         share = LEAST_MEMORY if self.space.count <= PLAY_ALL else LEAST_MEMORY_OF_MANY
         return self.fits(candidate, most) if share * candidate.memory < most or candidate in self._known else None
 
     def timed(self) -> Iterator[tuple[float, Fitting, Candidate]]:
-        """What the front is made of, with its seconds: of a large space what screening takes for it, and all that was played."""
+        """Candidates for the Pareto front with their seconds: all that were simulated; in a large space also the screened front."""
         if self._most:
             self._play(screen_all(self.space, self._most, self.space.capacity / LEAST_MEMORY_OF_MANY).found)
         yield from ((rounded_seconds(seconds), self, one) for one, seconds in self.played.items())
 
     def roomy(self, seconds: float) -> list[tuple[float, float, Run]]:
-        """Layouts that recompute everything and may take less than so many seconds if the memory that they leave free is spent on
-        saved activations, the most promising first, with the seconds they may take: as if time fell evenly from that of full
-        recomputation to that of none, which comes with them. Screened figures choose, played ones order."""
+        """Layouts with full recomputation that may take less than `seconds` if their free memory is spent on saved activations, the
+        most promising first. Each is (expected seconds, seconds without recomputation, run); the expected seconds assume that time
+        falls linearly from full recomputation to none. Screened figures select the layouts, simulated ones order them."""
         likely = [found[1:] for found in sorted(self._spare(seconds), key=lambda found: found[0])[:LIKELY]]
         saving_all = zip(likely, play([saving[2:] for _, saving in likely]), strict=True)
         gaining = [(one, saving, least) for (one, saving), least in saving_all if least < seconds]
@@ -202,7 +202,7 @@ class Fitting:
         return sorted(found, key=lambda one: one[0])
 
     def _spare(self, seconds: float) -> Iterator[tuple[float, Candidate, Candidate]]:
-        """The same by screened figures alone: the seconds, and the layout with full recomputation and with none."""
+        """The same by screened figures alone: expected seconds, and the layout with full recomputation and with none."""
         capacity, words = self.space.capacity, self.space.choices.recompute
         if "full" not in words or "none" not in words:
             return
@@ -216,7 +216,7 @@ class Fitting:
             ]
             for saving, one in _with_full(group, quick, full):
                 share = (capacity - one.memory) / np.maximum(saving.memory - one.memory, 1.0)
-                with np.errstate(invalid="ignore"):  # illegal layouts take forever
+                with np.errstate(invalid="ignore"):  # illegal layouts take infinite seconds
                     reached = one.seconds - np.minimum(share, 1.0) * (one.seconds - saving.seconds)
                 gains = (reached < longest) & (one.memory <= capacity)
                 for method, n in zip(*(x.tolist() for x in np.nonzero(gains)), strict=True):
@@ -225,8 +225,8 @@ class Fitting:
 
 
 def _with_full(group: Group, savings: list[Screened], full: Array) -> Iterator[tuple[Screened, Screened]]:
-    """Layouts without recomputation, each with its twin in the rows of full recomputation. Schedules that split the layers alike
-    are screened together, since that costs about as much as one of them."""
+    """Layouts without recomputation, each with its twin in the rows of full recomputation. Schedules with the same split of the
+    layers are screened together, since that costs about as much as one of them."""
     alike: dict[tuple[int, int, bool, bool], list[Screened]] = {}
     for one in (one for one in savings if len(one.rows)):
         alike.setdefault(split_key(group.pipeline, one.schedule, one.chunks), []).append(one)
@@ -243,10 +243,10 @@ def _with_full(group: Group, savings: list[Screened], full: Array) -> Iterator[t
 
 
 def front(spaces: Sequence[Fitting], known: Sequence[Plan]) -> list[Plan]:
-    """Layouts that fit and that none beats in time, memory and devices: from the fastest on, whatever is leaner by a step than all
-    before on as few devices. All spaces are walked through together, for what another one beats hides nothing behind it. Layouts
-    that take `SLOWER` times the first on as many devices are left out. `known` are plans that are made already, and those with a
-    recompute budget, which no space has."""
+    """Layouts that fit and that none beats in time, memory and devices: from the fastest on, each one that needs less than `LEANER`
+    times the memory of all before it on no more devices. All spaces are walked together: a layout that another space beats must not
+    hide those behind it. Layouts that take over `SLOWER` times the first on the same number of devices are left out. `known` are
+    plans already made, including those with a recompute budget, which no space has."""
     planned = {plan.run: plan for plan in known}
     budgets = [plan for run, plan in planned.items() if run.layout.recompute not in spaces[0].space.choices.recompute]
     every: list[tuple[float, Fitting | None, Any]] = [one for space in spaces for one in space.timed()]

@@ -1,7 +1,7 @@
-"""Step seconds of many layouts by playing their schedules: what `plan/time/step.py` says of one, over arrays.
+"""Step seconds of many layouts by simulating their schedules: the same as `plan/time/step.py` for one layout, but over arrays.
 
-Layouts of one group, schedule and method are read from the tables together, those of one schedule are played together. So a
-schedule's list costs most, and each further layout on it little.
+Layouts of one group, schedule and method are read from the tables together, and those of one schedule are simulated together. So
+most of the cost is a schedule's list of actions; each further layout on it adds little.
 """
 
 from __future__ import annotations
@@ -35,25 +35,23 @@ Place = tuple[Group, LayoutIndex]
 
 
 class _Costed(NamedTuple):
-    """Layouts of one schedule: seconds of its passes on each stage, and beside it."""
+    """Layouts of one schedule: the seconds of its passes on each stage, and those outside the schedule."""
 
     which: Array
     microbatches: Array
     stages: Array
-    """[forward, for the input, for the weights; stage; layout]"""
+    """[forward, backward-input, backward-weight; stage; layout]"""
     wire: Array
     rest: Array
 
 
 def play(places: Sequence[Place]) -> list[float]:
-    """Step seconds of each, as its plan says them."""
+    """Step seconds of each layout, equal to those of its plan."""
     if not places:
         return []
     space = places[0][0].space
     seconds = np.zeros(len(places))
-    if (
-        space.devices == 1
-    ):  # what a lone device does, a CUDA graph or compute copies, depends on more than the tables know
+    if space.devices == 1:  # on a single device, CUDA graphs and compute copies depend on more than the tables hold
         jobs = [job_of(group.run_at(index)) for group, index in places]
         seconds[:] = [step.seconds for step in step_times([prepare(job) for job in jobs])]
     else:
@@ -83,7 +81,7 @@ def _reading(group: Group, index: LayoutIndex) -> float:
 
 
 def _by_rounds(pipeline: int, microbatches: Array) -> list[tuple[tuple[int, int], Array]]:
-    """Layouts that play the same list."""
+    """Layouts grouped by the list of actions that they simulate."""
     if pipeline == 1:
         return [((1, 0), np.arange(len(microbatches)))]
     found: dict[tuple[int, int], list[int]] = {}
@@ -105,7 +103,7 @@ def _makespans(one: _Costed, schedule: str, pipeline: int, chunks: int, count: i
 def _costed(
     group: Group, schedule: str, chunks: int, method: int, mode: int, which: Array, rows: Array
 ) -> _Costed:  # fmt: skip
-    """The costs of some rows of a group under one schedule, method and recomputation, read from the tables."""
+    """The costs of some rows of a group under one schedule, method and recompute mode, read from the tables."""
     space, at = group.space, group.at(rows)
     job, constants = space.job, space.constants
     split = space.split(group.pipeline, schedule, chunks)
@@ -140,12 +138,12 @@ def _costed(
 
 
 def _some(network: NetworkCost, rows: Array) -> NetworkCost:
-    """A network of some rows of the table."""
+    """The network for some rows of the table."""
     return NetworkCost(*(_taken(m, rows) for m in (network.embedding, network.dense, network.moe, network.head)))
 
 
 def _taken(module: ModuleCost | None, rows: Array) -> Any:
-    """A module of some rows of the table."""
+    """The module for some rows of the table."""
     if module is None:
         return None
     seconds = [[_at(x, rows) for x in line] for line in module.seconds]

@@ -1,7 +1,7 @@
-"""The candidates of a search: of all layouts, as they were screened, those worth playing.
+"""The candidates of a search: those of the screened layouts that are worth simulating.
 
-A small space is taken whole. Of a large one the fastest are kept, and the fastest for each amount of memory; the pool knows up to
-which time it has left nothing out.
+All layouts of a small space are candidates. Of a large one the pool keeps the fastest, and the fastest for each amount of memory;
+it knows up to which time it has left nothing out.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from shardwise.plan.search.screened import LayoutIndex, Screened
 
 Array = Any
 PLAY_ALL = 2500
-"""Spaces of so many layouts are played whole: that takes less than a second."""
+"""Spaces of up to this many layouts are simulated completely: that takes less than a second."""
 LEAST_MEMORY = 0.79
-"""What a layout needs is at least so much of what was screened. Of the 11,000 layouts of 70 drawn small jobs
-(tests/plan/all_layouts.py) one needs as little as 0.845, one in a hundred less than 0.93; with a recompute budget, ZeRO-3
-and a pipeline 0.80 was seen."""
+"""A layout's exact memory is at least this share of its screened memory. Among the 11,000 layouts of 70 random small jobs
+(tests/plan/all_layouts.py) the lowest share is 0.845 and one in a hundred is below 0.93; with a recompute budget, ZeRO-3 and a
+pipeline 0.80 was seen."""
 LEAST_MEMORY_OF_MANY = 0.92
-"""The same in a large space. Of the layouts of large models that tests/plan/test_search.py draws none needs less than 0.936."""
+"""The same in a large space. None of the random layouts of large models in tests/plan/test_search.py is below 0.936."""
 LEAST_TIME = 0.96
-"""The same of a step's time in a large space. Among the 3000 fastest of five searches on 64 to 16,384 devices 0.968 is the
-least."""
+"""The same for a step's time in a large space. Among the 3000 fastest of five searches on 64 to 16,384 devices the lowest is
+0.968."""
 LEAST_TIME_OF_FEW = 0.75
-"""The same in small jobs, where the host limits a step. All of them are played."""
+"""The same in small jobs, where the host limits a step. All of their layouts are simulated."""
 SLOWER = 1.6
-"""Layouts that take this many times the best one's step are of no interest, however lean."""
+"""Layouts whose step takes more than this many times the best one's are dropped, however little memory they need."""
 BINS = 48
-"""Steps of memory on the front while screening."""
+"""Memory bins of the Pareto front while screening."""
 ABOVE = 1 + 1e-9
-"""So much above a layout's time is where it is not left out itself."""
+"""A time limit taken from a layout is raised by this factor, so that the layout itself passes the strict comparison."""
 SAMPLE = 23
-"""Every so many layouts of one schedule are screened first."""
+"""Every this-many-th layout of one schedule is screened first."""
 POOL = 1000
-"""The fastest candidates that are kept of a large space; if they do not suffice, more."""
+"""The number of fastest candidates kept of a large space; more if these do not suffice."""
 
 
 class Candidate(NamedTuple):
-    """A layout that may be among the best, as it was screened."""
+    """A layout that may be among the best, with its screened figures."""
 
     seconds: float
     memory: float
@@ -49,11 +49,11 @@ class Candidate(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """What is worth playing, the fastest first."""
+    """The layouts worth simulating, the fastest first."""
 
     found: list[Candidate]
     complete: float
-    """No layout that was screened as faster than this is missing."""
+    """No layout with fewer screened seconds than this is missing."""
 
 
 class Within(NamedTuple):
@@ -67,7 +67,7 @@ class Within(NamedTuple):
 
 
 class _Pool:
-    """The fastest candidates so far, and where `lean` ones are asked for, the fastest for each amount of memory."""
+    """The fastest candidates so far and, with `lean`, also the fastest for each amount of memory."""
 
     def __init__(self, most_memory: float, most: int, lean: bool) -> None:
         self.most_memory, self.most, self.lean = most_memory, most, lean
@@ -77,15 +77,15 @@ class _Pool:
         self.found: list[tuple[float, float, Group, str, int, int, int]] = []
 
     def look(self, one: Screened) -> Array:
-        """Takes note of how fast layouts are that fit: those that are slower by more than a factor are not looked at any more.
-        Returns the seconds."""
+        """Lowers the time limit to `SLOWER` times the fastest layout that fits. Returns the seconds of all that fit."""
         fits = one.seconds[:, one.memory <= self.most_memory]
         if fits.size:
             self.limit = min(self.limit, SLOWER * float(fits.min()))
         return fits.ravel()
 
     def rank(self, seconds: Array) -> None:
-        """Takes note of more layouts that fit. The slowest that is among the fastest of all is no slower than that of a part."""
+        """Records the seconds of more layouts that fit. The slowest of the `most` fastest of all layouts is no slower than the
+        slowest of the `most` fastest of a subset."""
         self.seen = np.append(self.seen, seconds[seconds < self.slowest])
         if len(self.seen) > self.most:
             self.seen = np.partition(self.seen, self.most)[: self.most + 1]
@@ -96,22 +96,22 @@ class _Pool:
 
     @property
     def seconds(self) -> float:
-        """What takes longer is of no interest, however lean."""
+        """Layouts that take longer are dropped, however little memory they need."""
         return min(self.limit, self.cut, max(self.slowest, float(self.front.max())))
 
     def seconds_with(self, memory: Array) -> Array:
-        """What takes longer with so much memory is neither among the fastest nor the fastest that is as lean."""
+        """Layouts with this memory that take longer are neither among the fastest nor the fastest for their memory."""
         fast = np.maximum(self.front[self._steps(memory)], self.slowest)
         return np.where(memory <= self.most_memory, np.minimum(fast, min(self.limit, self.cut)), -1.0)
 
     def fill(self, groups: list[Group]) -> None:
-        """Screens all of their layouts that may be of interest."""
+        """Screens all layouts of the groups that may be within the limits."""
         for group in groups:
             for one in group.screen(group.schedules, group.rows(), self):
                 self.add(group, one)
 
     def add(self, group: Group, one: Screened) -> None:
-        """Take what is among the fastest, or faster than all that are as lean."""
+        """Adds layouts that are among the fastest, or faster than all that need as little memory."""
         steps = self._steps(one.memory)
         method, row = np.nonzero(one.seconds < self.seconds_with(one.memory))
         if not len(row):
@@ -124,7 +124,7 @@ class _Pool:
             keep = np.unique([*keep, *(at[seconds[at].argmin()] for at in leanest)])
             method, row, seconds, memory = method[keep], row[keep], seconds[keep], memory[keep]
         self.look(one)
-        np.minimum.at(self.front, steps[row], seconds)  # which changes nothing where lean ones are not asked for
+        np.minimum.at(self.front, steps[row], seconds)  # changes nothing without `lean`
         np.minimum.accumulate(self.front, out=self.front)
         rows = one.rows[row].tolist()
         for s, b, m, r in zip(seconds.tolist(), memory.tolist(), method.tolist(), rows, strict=True):
@@ -147,9 +147,9 @@ class _Pool:
 
 
 def screen_all(space: Space, most: int, most_memory: float, *, lean: bool = True) -> Candidates:
-    """The layouts worth playing of all that need no more memory: so many of the fastest; and where `lean` ones are
-    asked for, which takes a closer look at many more, the fastest for each amount."""
-    # Most are known to be too slow without a closer look: by a sample, then by those that may beat the best of it.
+    """The layouts worth simulating among those within `most_memory`: the `most` fastest and, with `lean`, the fastest for each
+    amount of memory, which evaluates many more layouts in full."""
+    # Most are ruled out by their time bound: first against a sample, then against layouts that may beat its best.
     some, quick, pool = (_Pool(most_memory, most, it) for it in (False, False, lean))
     groups = sorted(space.groups, key=lambda one: one.promises)
     for group in groups:
@@ -165,7 +165,7 @@ def screen_all(space: Space, most: int, most_memory: float, *, lean: bool = True
 
 
 def all_candidates(space: Space, most_memory: float) -> Candidates:
-    """All that need no more memory."""
+    """All layouts within `most_memory`."""
     found = []
     for group in space.groups:
         for one in group.screen(group.schedules, group.rows()):

@@ -1,8 +1,8 @@
-"""Step time and memory of all layouts of a run, by closed forms: how the search sorts layouts out before it plays schedules.
+"""Step time and memory of all layouts of a run, by closed forms: the search rules layouts out with these before simulating.
 
-A `Space` is all layouts on so many devices, with the tables they read. Layouts with one size of pipeline and the same open choices
-are a `Group`; a row of it is a recomputation, a ZeRO stage and sizes. Memory comes first, since it is cheap and rules most layouts
-out; then a bound on the time; then the time.
+A `Space` is all layouts on one number of devices, with the tables they read. Layouts with the same pipeline size and the same open
+choices form a `Group`; a row of it is a recompute mode, a ZeRO stage and sizes. Memory comes first, since it is cheap and rules
+most layouts out; then a bound on the time; then the time.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from shardwise.run.derive import compiles, planned_on_gpu
 
 Array = Any
 DEFERRED = 0.4
-"""Share of what a layer saves that is still held when the gradient of its input is done: what its GEMMs read."""
+"""Share of a layer's saved tensors still held after its input gradient is computed: the inputs of its GEMMs."""
 AT_ONCE = 12_000
-"""Layouts in one array: few enough for the arrays of a formula to stay in the processor's cache."""
+"""Layouts in one array: few enough for the arrays of a formula to stay in the CPU's cache."""
 
 
 class Space:
-    """Layouts of a run on so many devices, in groups, with the tables they read: all, or those of some schedules."""
+    """The layouts of a run on `devices` devices, in groups, with the tables they read: all of them, or `only` some schedules."""
 
     def __init__(
         self, run: Run, devices: int, per_node: int, most_microbatch: int = 0, only: tuple[str, ...] = ()
     ) -> None:
         self.devices, self.per_node = devices, per_node
         alone = replace(run, layout=LayoutConfig(replicate=devices, recompute=run.layout.recompute))
-        # What may depend on the layout is settled before layouts are compared.
+        # Compiling may depend on the layout, so it is settled before layouts are compared.
         compiled = compiles(alone, gpu=planned_on_gpu(run))
         self.run = run = replace(run, train=replace(run.train, compile=compiled))
         self.choices, self.plain = choices(run), plain(run.layout)
@@ -75,11 +75,11 @@ class Space:
 
     @cached_property
     def count(self) -> int:
-        """Legal layouts."""
+        """The number of legal layouts."""
         return sum(group.count for group in self.groups)
 
     def legal(self, method: str, expert_tensor: bool) -> Array:
-        """Sizes that keep the rules under a context method. The other choices were made so that they do."""
+        """Which sizes are legal under a context method. The other choices were already restricted to legal values."""
         if (method, expert_tensor) not in self._legal:
             lay = replace(self.plain, context_method=method, expert_tensor=expert_tensor)  # type: ignore[arg-type]
             keeps = legal(replace(self.run, layout=self.sizes.into(lay)))
@@ -94,7 +94,7 @@ class Space:
         return self._splits[key]
 
     def values(self, key: str) -> list[int]:
-        """The values a size takes."""
+        """The distinct values of one size."""
         if key not in self._values:
             self._values[key] = np.unique(getattr(self.sizes, key)).tolist()
         return self._values[key]
@@ -109,7 +109,7 @@ class Space:
         }
 
     def find(self, size: Sizes, chosen: dict[str, Any]) -> tuple[Group, LayoutIndex] | None:
-        """Where a layout is listed; of those that a choice makes no difference to, the one that is listed."""
+        """The group and index of a layout. A choice that makes no difference is replaced by the one that is listed."""
         expert_tensor = chosen["expert_tensor"] if size.tensor > 1 else self.choices.expert_tensor[0]
         home = self._columns.get((expert_tensor, size))
         if home is None or chosen["recompute"] not in self.choices.recompute:
@@ -142,12 +142,12 @@ class Space:
 
     @cached_property
     def seconds(self) -> dict[bool, Array]:
-        """Times of the modules of the network, with and without `expert_tensor`."""
+        """Seconds of the network's modules, with and without `expert_tensor`."""
         return {expert_tensor: layers.seconds(self.methods) for expert_tensor, layers in self.layers.items()}
 
     @cached_property
     def least(self) -> dict[bool, Array]:
-        """The times of the whole network under the fastest method, forward and in all: [2, row]."""
+        """Seconds of the whole network under the fastest method, of the forward and of all passes: [2, row]."""
         model = self.job.model
         dense = model.dense_layers if model.experts else model.layers
         parts = np.array([dense, model.layers - dense, 1.0, 1.0])
@@ -161,7 +161,7 @@ class Space:
         every = self.sizes
         own = (every.context > 1, every.tensor > 1, every.shard * every.context > 1)
         for expert_tensor in self.choices.expert_tensor:
-            # With one tensor rank, cutting experts or not is the same.
+            # With one tensor rank, `expert_tensor` makes no difference.
             there = (every.tensor > 1) | (expert_tensor == self.choices.expert_tensor[0])
             for pipeline in np.unique(every.pipeline).tolist():
                 for split in product((False, True), repeat=3):
@@ -172,8 +172,8 @@ class Space:
 
 
 class Group:
-    """Layouts of one pipeline size and with the same open choices: a context method where sequences are `sliced`, overlap where
-    tensors are `cut`, a ZeRO stage where parameters are `sharded`."""
+    """Layouts with one pipeline size and the same open choices: a context method where context > 1 (`sliced`), overlap where
+    tensor > 1 (`cut`), a ZeRO stage where parameters are `sharded`."""
 
     def __init__(
         self, space: Space, pipeline: int, expert_tensor: bool, index: Array, sliced: bool, cut: bool, sharded: bool
@@ -194,29 +194,29 @@ class Group:
 
     @cached_property
     def seconds(self) -> Array:
-        """The layers' times under this group's methods: every one of the space's, the first, or every second."""
+        """Seconds of the layers under this group's methods: all of the space's methods, the first ones, or every second one."""
         every, few = self.space.methods, self.methods
         step = every.index(few[1]) if len(few) > 1 else 1
         return np.ascontiguousarray(self.space.seconds[self.expert_tensor][:, :, : step * len(few) : step])
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Recomputations, ZeRO stages and sizes: a row is one of each."""
+        """Numbers of recompute modes, ZeRO stages and sizes: a row is one of each."""
         return len(self.space.choices.recompute), len(self.zero), len(self.sizes.tensor)
 
     @property
     def schedules(self) -> list[tuple[str, int]]:
-        """Schedules, with stages a rank."""
+        """Schedules, each with its stages per rank."""
         return self.space.schedules[self.pipeline]
 
     @property
     def count(self) -> int:
-        """Legal layouts."""
+        """The number of legal layouts."""
         recomputations, zeros, _ = self.shape
         return int(self.legal.sum()) * recomputations * zeros * len(self.schedules)
 
     def rows(self) -> Array:
-        """The numbers of all rows."""
+        """The indices of all rows."""
         return np.arange(int(np.prod(self.shape)))
 
     def at(self, rows: Array) -> TableRows:
@@ -226,7 +226,7 @@ class Group:
         return TableRows(a, z, column, layer, parameters, self.microbatches[column])
 
     def screen(self, wanted: list[tuple[str, int]], rows: Array, limit: Limit | None = None) -> Iterator[Screened]:
-        """Rows under some schedules, without those that are certainly beyond the limit. Illegal ones take forever."""
+        """Screens rows under some schedules, without those certainly beyond the limit. Illegal layouts take infinite seconds."""
         every = self.at(rows)
         mean = self._mean_rank(every) if limit is not None else ()
         for _, same in groupby(sorted(wanted, key=self._key), key=self._key):
@@ -253,12 +253,12 @@ class Group:
                         yield Screened(schedule, chunks, there[few], seconds, need[few])
 
     def least_seconds(self, schedule: str, chunks: int, at: TableRows) -> Array:
-        """A schedule does not take these rows less, whatever the method: the work of a mean rank, and the bubble as far as it is
-        known."""
+        """A lower bound on the step seconds of these rows under a schedule and any method: the work of a mean rank, and the known
+        part of the bubble."""
         return self._least(schedule, chunks, at.microbatches, *self._mean_rank(at))
 
     def _mean_rank(self, at: TableRows) -> Array:
-        """Seconds of a microbatch on a mean rank of these rows, at least: of its forward, and of all passes."""
+        """Least seconds of a microbatch on a mean rank of these rows: of its forward, and of all passes."""
         return np.take(self.space.least[self.expert_tensor], at.layer, axis=-1) / self.pipeline
 
     def _least(self, schedule: str, chunks: int, microbatches: Array, forward: Array, work: Array) -> Array:
@@ -266,12 +266,12 @@ class Group:
 
     @cached_property
     def promises(self) -> float:
-        """No layout of the group takes less."""
+        """A lower bound on the step seconds of the group's layouts under its first schedule."""
         at = self.at(self.rows())
         return min(float(self.least_seconds(*schedule, at).min()) for schedule in self.schedules[:1])
 
     def leanest(self) -> tuple[float, LayoutIndex]:
-        """The least memory of any layout, and which it is."""
+        """The least memory of any layout, and the index of that layout."""
         rows, best = self.rows(), (np.inf, LayoutIndex("", 0, 0, 0))
         at = self.at(rows)
         some_legal = self.legal.any(axis=0)[at.column]
@@ -288,7 +288,7 @@ class Group:
         return split_key(self.pipeline, *schedule)
 
     def _pace(self, split: StageSplit, at: TableRows) -> tuple[Pace, Array]:
-        """What the schedule's closed form reads, and the seconds of a step beside it."""
+        """The inputs of the schedule's closed form, and the seconds of a step outside the schedule."""
         constants, ranks, job = self.space.constants, split.ranks, self.space.job
         own = added_passes(split.parts, *np.take(self.seconds, at.layer, axis=-1))
         data = self.parameters.traffic(split, at.parameters)
@@ -309,7 +309,7 @@ class Group:
         return pace, rest + update_seconds(job, sent, constants).max(axis=0)
 
     def _held(self, split: StageSplit, at: TableRows) -> RankBytes:
-        """What each kind of rank holds besides activations, and what one microbatch saves on it: [kind of rank, row]."""
+        """The bytes each kind of rank holds besides activations, and those that one microbatch saves on it: [kind of rank, row]."""
         space, framework, column = self.space, self.space.job.framework, at.column
         own, size = self.parameters.memory(split, at.parameters), self.of_size
         stands = np.array([standing_casts(space.job, mode) for mode in space.choices.recompute])[at.recompute]
@@ -318,7 +318,7 @@ class Group:
         again = recomputed[at.layer]
         again = again + size.passing[column] * (again > 0)
         wasted = 1.0 + framework.fragmentation
-        # What the head saves is the loss's; every other stage saves what it sends.
+        # The head's saved tensors are counted with the loss; every stage without a head saves the activations it sends.
         parts = split.parts * (1.0, 1.0, 1.0, -1.0) + (0.0, 0.0, 0.0, 1.0)
         zero = np.array(self.zero)[at.zero]
         return RankBytes(
@@ -339,14 +339,14 @@ class Group:
         chunks = len(split.stages) // self.pipeline
         ranks = split.latest if schedule in V_SHAPED else split.earliest
         flying = np.array([in_flight(schedule, self.pipeline, chunks, rank, at.microbatches) for rank in ranks])
-        if schedule in ("zb-h1", "zb-2p"):  # of microbatches that wait for weight gradients alone, only a part is held
+        if schedule in ("zb-h1", "zb-2p"):  # a microbatch that waits only for its weight gradients holds a share
             whole = np.array([before_input(schedule, self.pipeline, rank, at.microbatches) for rank in ranks])
             flying = whole + DEFERRED * (flying - whole)
         deferred = (schedule in SPLIT_BACKWARD) & (
             (self.pipeline > 1) | (schedule != "dualpipe-v") | (at.microbatches > 1)
         )
         whole = held.once
-        if schedule in LOOPED:  # stages are done one after the other, unless rounds of microbatches take turns
+        if schedule in LOOPED:  # a rank finishes its stages in turn, unless rounds of microbatches interleave them
             in_turn = (at.microbatches < 2 * self.pipeline) | (schedule == "breadth-first")
             whole = whole * np.where(in_turn, 1.0 / chunks, 1.0)
         gradients = held.gradients + np.maximum(whole, deferred) * (held.whole_gradients - held.gradients)
@@ -354,14 +354,14 @@ class Group:
         saved = flying * held.saved + losses * held.loss_saved
         peak: Array = held.fixed + gradients + saved + np.maximum(held.loss, held.again)
         if self.pipeline == 1:
-            # In a step of one microbatch gradients come as the activations go.
+            # In a step of one microbatch, gradients are allocated while activations are freed.
             ends = saved / self.space.job.model.layers + held.again + gradients
             alone = held.fixed + np.maximum(saved + np.maximum(held.loss, held.again), ends)
             peak = np.where(at.microbatches == 1, alone, peak)
         return peak.max(axis=0)
 
     def choices_at(self, index: LayoutIndex) -> dict[str, Any]:
-        """The choices of a layout, by key."""
+        """The choices of a layout, by configuration key."""
         method, overlap = self.methods[index.method]
         a, z, _ = np.unravel_index(index.row, self.shape)
         return dict(
@@ -385,12 +385,11 @@ class Group:
 
 
 def added_passes(parts: Array, forward: Array, inputs: Array, weights: Array) -> Passes:
-    """Passes added up, each so many times."""
+    """The sum of passes, weighted by `parts`."""
     return Passes(added(parts, forward), added(parts, inputs), added(parts, weights), {})
 
 
 def added(parts: Array, each: Array) -> Array:
-    """Arrays added up, each so many times: `np.tensordot` over one axis, which takes longer to find out what is asked than to do
-    it."""
+    """The sum of arrays, weighted by `parts`: `np.tensordot` over one axis, without its overhead, which exceeds the product."""
     sums = np.dot(parts.reshape(-1, parts.shape[-1]), each.reshape(len(each), -1))
     return sums.reshape(parts.shape[:-1] + each.shape[1:])

@@ -1,4 +1,4 @@
-"""What screening reads and gives: rows of a group of layouts, the bytes of their ranks, and their step time and memory."""
+"""The inputs and results of screening: rows of a group of layouts, the bytes of their ranks, and their step time and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Array = Any
 
 
 class LayoutIndex(NamedTuple):
-    """A layout of a group: its schedule, and the numbers of its method and its row."""
+    """A layout of a group: its schedule, and the indices of its method and its row."""
 
     schedule: str
     chunks: int
@@ -28,11 +28,11 @@ class Screened(NamedTuple):
     memory: Array
 
     def at(self, which: Array) -> Screened:
-        """Some of the rows."""
+        """A selection of the rows."""
         return self._replace(rows=self.rows[which], seconds=self.seconds[:, which], memory=self.memory[which])
 
     def joined(self, more: Screened) -> Screened:
-        """With more rows behind these."""
+        """These rows followed by more."""
         both = np.concatenate
         return self._replace(
             rows=both([self.rows, more.rows]),
@@ -42,18 +42,18 @@ class Screened(NamedTuple):
 
 
 class Limit(Protocol):
-    """What is of no interest."""
+    """A limit beyond which layouts are dropped."""
 
     @property
     def seconds(self) -> float:
-        """Whatever takes longer."""
+        """Layouts that take longer are dropped."""
 
     def seconds_with(self, memory: Array) -> Array:
-        """What takes longer and needs so much memory; below 0 where that is too much."""
+        """The same limit for layouts with this memory; below 0 where the memory is too much."""
 
 
 class TableRows(NamedTuple):
-    """Rows of a group, and their rows in the tables."""
+    """Rows of a group, with their row indices in the tables."""
 
     recompute: Array
     zero: Array
@@ -67,17 +67,17 @@ class TableRows(NamedTuple):
 
 
 class RankBytes(NamedTuple):
-    """What the kinds of ranks hold: bytes of [kind of rank, row]."""
+    """The bytes that each kind of rank holds: [kind of rank, row]."""
 
     fixed: Array
     gradients: Array
-    """Where they are reduced in every microbatch, or as they come."""
+    """Where gradients are reduced in every microbatch, or as soon as they are computed."""
     whole_gradients: Array
     once: Array
     """Whether gradients are reduced once a step: [row]."""
     saved: Array
-    """Of one microbatch, by all stages of the rank."""
+    """Saved tensors of one microbatch on all stages of the rank."""
     loss_saved: Array
     loss: Array
     again: Array
-    """Of a layer that is being recomputed."""
+    """Activations of a layer while it is recomputed."""

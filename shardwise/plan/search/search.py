@@ -1,8 +1,9 @@
-"""The best layout of a job on its devices: all legal ones screened by closed forms, the best played action by action.
+"""The best layout of a job on its devices: all legal ones are screened by closed forms, the best simulated action by action.
 
-`search` is for people, who want a ranking, what was ruled out and what would come next; `resolve` for programs that only
-need a layout. Screened figures choose what is worth playing; everything in the result is planned in full. Memory that the best
-layouts leave free is spent on saved activations (`with_least_recompute`): only as many layers are recomputed as must be.
+`search` is for people, who want a ranking, the reasons for what was ruled out and the next change to make; `resolve` is for
+programs that only need a layout. Screened figures choose which layouts are worth simulating; every layout in the result is planned
+in full. Memory that the best layouts leave free is spent on saved activations (`with_least_recompute`): only as many layers are
+recomputed as must be.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ from shardwise.run.axes import SPLIT_BACKWARD
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What was found, best first."""
+    """The layouts found, best first."""
 
     ranking: list[Plan]
-    """By device-seconds of a step, which on one number of devices is the step's time; of a run that makes its own answers, with its
-    share of these."""
+    """By device-seconds of a step, which on one number of devices is the order of step times. In a GRPO run a step includes its
+    share of the rollouts."""
     next_changes: list[str]
-    """For each, what the best change of one key would bring."""
+    """For each layout of the ranking, the gain of the best change of one key."""
     searched: int
-    """Legal layouts."""
+    """The number of legal layouts."""
     simulated: int
-    """Of these, schedules played in full; the others were screened."""
+    """The number of these that were simulated in full; the others were only screened."""
     without: dict[int, str]
-    """For each number of devices that no layout is shown of, why."""
+    """For each number of devices without a layout in the result, the reason."""
     spaces: list[Fitting] = field(repr=False)
 
     @cached_property
     def pareto(self) -> list[Plan]:
-        """Layouts that none beats in step time, memory and devices at once; planned when asked for. What is in the ranking too has
-        the same plan."""
+        """Layouts that no other beats in step time, memory and devices at once; planned on first access. Layouts that are also in
+        the ranking share its plan."""
         return front(self.spaces, self.ranking)
 
     @property
@@ -67,11 +68,10 @@ class SearchResult:
 
 
 def search(run: Run, *, devices: Sequence[int] | None = None, keep: int = 20, max_microbatch: int = 0) -> SearchResult:
-    """The best layouts of a run whose layout is `auto`, on its cluster or on each of several numbers of devices. Each number has
-    its best layout in the ranking, or a sentence on why there is none. Raises `UserError` with every reason where nothing is
-    legal or fits."""
+    """The best layouts of a run whose layout is `auto`, on its cluster or on each of several device counts. Each count has its best
+    layout in the ranking, or a sentence on why there is none. Raises `UserError` with all reasons if none is legal or fits."""
     collects = gc.isenabled()
-    gc.disable()  # lists of millions of actions, none in a circle, would be looked through again and again
+    gc.disable()  # it would scan lists of millions of actions, which have no cycles, again and again
     try:
         return _search(run, devices, keep, max_microbatch)
     finally:
@@ -80,8 +80,8 @@ def search(run: Run, *, devices: Sequence[int] | None = None, keep: int = 20, ma
 
 
 def spaces_of(run: Run, devices: int, per_node: int, most_microbatch: int = 0) -> list[Space]:
-    """All layouts of a run on so many devices: those whose layers are compiled, and, where that is not settled, those that defer
-    weight gradients, whose layers can't be."""
+    """All layouts of a run on `devices` devices: a space with compiled layers and, where `train.compile` is "auto", one of the
+    schedules that defer weight gradients, whose layers can't be compiled."""
     settled = run.train.compile != "auto"
     compiled = Space(run, devices, per_node, most_microbatch)
     if settled or not compiled.run.train.compile:
@@ -105,7 +105,7 @@ def _search(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: 
     if not found:
         raise nothing_fits(run, [one.space for one in spaces if one.space.count])
     answers = run.objective.kind == "grpo"
-    # Memory that is left free is the engine's, where a run makes its own answers.
+    # In a run that generates its own rollouts, free memory belongs to the inference engine.
     best = min(found, key=_worth)
     kept = _kept(best, spaces) if "recompute" not in run.layout.fixed and not answers else None
     least = {best.candidate.group.space.devices: kept[0].account.memory.peak} if kept is not None else {}
@@ -138,21 +138,21 @@ def _search(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: 
 
 
 def resolve(run: Run) -> Run:
-    """The run with the best layout filled in; one whose layout is given comes back as it is."""
+    """The run with the best layout filled in; a run whose layout is given is returned unchanged."""
     return search(run, keep=1).best.run if run.layout.auto else run
 
 
 def _spare(counts: list[int]) -> int:
-    """The last of some layouts on so many devices that is not the only one on its number of them."""
+    """The index of the last layout that is not the only one on its device count."""
     return max(n for n, count in enumerate(counts) if counts.count(count) > 1)
 
 
 def _kept(best: FittingLayout, spaces: Sequence[Fitting]) -> tuple[Plan, str] | None:
-    """The best, or one that gains more, with its spare memory spent on saved activations; None where the best stays the best."""
+    """The fastest layout once spare memory is spent on saved activations, with its advice; None where `best` stays the best."""
     devices = best.candidate.group.space.devices
     every = [one for fitting in spaces if fitting.space.devices == devices for one in fitting.roomy(best.seconds)]
     fastest, least, tried = None, best.seconds, 0
-    beyond: dict[LayoutConfig, float] = {}  # what the first of layouts that are alike took, by what it was taken to
+    beyond: dict[LayoutConfig, float] = {}  # simulated over expected seconds, of the first of similar layouts
     for reached, saving, run in sorted(every, key=lambda one: one[0]):
         if tried == ROOMY:
             break
@@ -178,24 +178,24 @@ def _kept(best: FittingLayout, spaces: Sequence[Fitting]) -> tuple[Plan, str] | 
 
 
 def _worth(one: FittingLayout) -> tuple[float, float]:
-    """Device-seconds of a step, which a ranking goes by; of equal ones the leaner."""
+    """The key of a ranking: device-seconds of a step, then peak memory."""
     return rounded_seconds(one.seconds * one.candidate.group.space.devices), one.memory.peak
 
 
 def _with_answers(one: FittingLayout) -> tuple[float, float]:
-    """The same of a step with its share of the answers that it learns from."""
+    """The same key for a step including its share of the rollouts that it trains on."""
     seconds = plan_rollouts(one.run, one.seconds, one.memory).step_seconds
     return rounded_seconds(seconds * one.candidate.group.space.devices), one.memory.peak
 
 
 def _first_of(found: list[FittingLayout], keep: int, counts: int) -> list[FittingLayout]:
-    """The best of a ranking, and the best on each number of devices."""
+    """The best layouts of a ranking, and the best on each number of devices."""
     firsts = {one.candidate.group.space.devices: one for one in reversed(found)}.values()
     return [one for n, one in enumerate(found) if n < max(keep, counts) or any(one is first for first in firsts)]
 
 
 def _merged(several: Sequence[Fitting]) -> Iterator[FittingLayout]:
-    """What fits in some spaces, the best first. A space is not played before something in it may be the next."""
+    """The fitting layouts of several spaces, the best first. A space is not simulated before one of its layouts may be next."""
     streams = [iter(fitting) for fitting in several]
     waiting: list[tuple[float, float, int, FittingLayout | None]] = [
         (rounded_seconds(fitting.least() * fitting.space.devices), 0.0, n, None) for n, fitting in enumerate(several)
@@ -211,8 +211,8 @@ def _merged(several: Sequence[Fitting]) -> Iterator[FittingLayout]:
 
 
 def _apart(fitting: Iterable[FittingLayout], least: float) -> Iterator[FittingLayout]:
-    """What fits, without layouts that differ from a better one that fits in the number of chunks alone and are not on the front:
-    they would crowd a ranking. `least` is the peak of something that is faster than all of them."""
+    """The fitting layouts, without those that differ from a better one only in the number of chunks and are not on the Pareto
+    front: they would crowd a ranking. `least` is the peak memory of a layout that is faster than all of them."""
     seen: set[tuple[Any, ...]] = set()
     for one in fitting:
         group, (schedule, _, method, row) = one.candidate.group, one.candidate.layout
@@ -225,26 +225,26 @@ def _apart(fitting: Iterable[FittingLayout], least: float) -> Iterator[FittingLa
 
 
 TRIED = 8
-"""Layouts that answers are played for, at least: these take longer where the engine has less memory, which the order by training
-does not know."""
+"""Least number of layouts whose rollouts are planned: rollouts take longer where the engine has less memory, which the order by
+training time does not see."""
 NO_ENGINE = (
     "layouts fit that train this run, but none leaves room for the weights and one answer of the engine that makes its answers; "
     "use more devices, adapters, or a shorter train.seq_len"
 )
 ROOMY = 6
-"""Layouts that are tried with a recompute budget: those that have most to gain."""
+"""The number of layouts tried with a recompute budget: those with the most to gain."""
 ALIKE = 1.005
-"""How far layouts that differ in replicas and shards alone may be from each other, in the share of what they were taken to need."""
+"""How far layouts that differ only in replicate and shard may be apart in the ratio of simulated to expected seconds."""
 STEPS = 7
-"""Halvings of the budget's range: then it is known to a hundredth."""
+"""Bisection steps on the budget: they find it to a hundredth of its range."""
 
 
 def with_least_recompute(run: Run) -> Run | None:
-    """The run with as few layers recomputed as its memory allows; None where not all are recomputed, or all have to be."""
+    """The run with as few layers recomputed as its memory allows; None where the run does not recompute all layers, or has to."""
     if run.layout.recompute != "full" or run.layout.recompute_every != 1:
         return None
     none, unlimited = _with(run, "none"), _with(run, "budget", 1e6)
-    if memory_that_fits(none, job_of(none)):  # it is a layout of its own
+    if memory_that_fits(none, job_of(none)):  # the search has that layout already
         return None
     kept = memory_of(unlimited, job_of(unlimited))
     low, high = 0.0, max(rank["activations"] for rank in kept.ranks) / GIB

@@ -1,7 +1,7 @@
 """Every layout a job may take: which sizes and choices are legal together, and the list of them all.
 
-The rules are those of `run/rules/check.py`, read with arrays in the place of sizes, one entry a layout. A choice that changes
-nothing is listed once: a pipeline of one rank has one schedule, a sequence that is not cut has one context method.
+The rules are those of `run/rules/check.py`, evaluated with arrays in place of sizes, one entry per layout. A choice that changes
+nothing is listed once: a pipeline of one rank has one schedule, a sequence on one context rank has one context method.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from shardwise.run.axes import ASYNCHRONOUS, BIDIRECTIONAL, LOOPED, SPLIT_BACKWA
 from shardwise.run.rules.check import batch_rules, fp8_rules, layout_rules
 from shardwise.run.rules.rule import Rule
 
-Array = Any  # of whole numbers, one entry a layout
+Array = Any  # of integers, one entry per layout
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v", "gpipe", "breadth-first")
 ASKED = ("bpipe", *BIDIRECTIONAL, *ASYNCHRONOUS)
-"""Schedules that a search takes where a run names them: their time depends on transfers that screening does not know."""
+"""Schedules that a search takes only where a run names them: their time depends on transfers that screening does not model."""
 RECOMPUTE = ("none", "attention", "full")
 METHODS = ("ring", "ulysses", "gather")
 SOME_CHUNKS = 8
-"""Up to so many stages a rank all are tried; beyond, only those that cut the layers evenly."""
+"""Up to this many stages per rank every number is tried; beyond, only those that split the layers evenly."""
 
 
 class Sizes(NamedTuple):
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
     microbatch: Array
 
     def at(self, index: Any) -> Sizes:
-        """Some of them."""
+        """A selection of the sizes."""
         return Sizes(*(column[index] for column in self))
 
     def into(self, layout: LayoutConfig) -> LayoutConfig:
@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Choices:
-    """What a layout chooses besides sizes: the values each key may take. The first is for where it makes no difference."""
+    """The choices of a layout besides its sizes: the values each key may take. The first is used where it makes no difference."""
 
     zero: tuple[int, ...]
     recompute: tuple[str, ...]
@@ -66,26 +66,26 @@ BETWEEN = (
     "compress", "compress_warmup", "compress_weights", "compress_shards", "sync_every", "sync_fragments", "sync_overlap",
     "sync_elastic", "secondary_shard",
 )  # fmt: skip
-"""Keys that speak of what replicas or shards send each other: legal only where there are any."""
+"""Keys about the traffic between replicas or between shards: legal only where there are any."""
 
 
 NAMED = ("recompute_operations", "recompute_budget", "offload")
-"""Keys that a run has to name, and every layout then has."""
+"""Keys that the search does not choose: every layout takes the run's value."""
 
 
 def divisors(number: int) -> list[int]:
-    """In order."""
+    """All divisors in ascending order."""
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*low, *(number // d for d in low)})
 
 
 def legal(run: Run, *more: Iterable[Rule]) -> Array:
-    """Which layouts keep the rules of `run/rules/check.py` on network and layout, and `more`. Sizes of the layout may be arrays."""
+    """Which layouts satisfy the rules of `run/rules/check.py` on network and layout, and `more`. Sizes may be arrays."""
     return np.logical_not(reduce(or_, (rule.broken for rule in chain(layout_rules(run), fp8_rules(run), *more))))
 
 
 def choices(run: Run) -> Choices:
-    """The legal values of each key that is not fixed; what a user fixed has one."""
+    """The legal values of each key that is not fixed; a key that the user fixed has one."""
     lay, fixed = run.layout, run.layout.fixed
 
     def free(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
@@ -108,7 +108,7 @@ def choices(run: Run) -> Choices:
 
 
 def schedules(run: Run, pipeline: int) -> list[tuple[str, int]]:
-    """Schedules and stages a rank for a pipeline of that many ranks, those that the layers suffice for."""
+    """The schedules and stages per rank of a pipeline of `pipeline` ranks for which there are enough layers."""
     lay, layers, fixed = run.layout, run.model.layers, run.layout.fixed
     names: tuple[str, ...] = (lay.schedule,) if "schedule" in fixed else SCHEDULES
     if pipeline == 1:
@@ -137,7 +137,7 @@ def schedules(run: Run, pipeline: int) -> list[tuple[str, int]]:
 
 
 def plain(layout: LayoutConfig) -> LayoutConfig:
-    """The layout with every choice at what rules nothing out."""
+    """The layout with every choice at a value that rules nothing out."""
     return replace(layout, schedule="1f1b", chunks=1, zero=3, expert_tensor=False, async_tensor=False, context_method="ring",
                    stages=(), recompute="none", recompute_operations=(), recompute_budget=0.0, offload=False)  # fmt: skip
 
@@ -148,7 +148,7 @@ def _one_rank(layout: LayoutConfig) -> LayoutConfig:
 
 
 def sizes(run: Run, devices: int, most_microbatch: int = 0) -> Sizes:
-    """All sizes that are legal on so many devices with some choice of the rest."""
+    """All sizes that are legal on `devices` devices with some values of the other choices."""
     lay, fixed, batch = run.layout, run.layout.fixed, run.train.global_batch
     every = divisors(devices)
     usual = _one_rank(lay)
@@ -157,7 +157,7 @@ def sizes(run: Run, devices: int, most_microbatch: int = 0) -> Sizes:
         return np.array([getattr(lay, name)] if name in fixed else every)
 
     def alone(name: str) -> Array:
-        """The values that an axis may take whatever the others are."""
+        """The values of an axis that are legal with all other axes at 1."""
         own = values(name)
         return own[legal(replace(run, layout=replace(usual, **{name: own})))]
 

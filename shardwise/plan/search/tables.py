@@ -1,8 +1,8 @@
-"""What the hardware says about the layouts of a search, asked once for each case that differs.
+"""Times and bytes of the layouts of a search, computed once for each distinct case.
 
-Millions of layouts have few different layers: a layer's time depends on tensor, context, expert and microbatch alone, parameter
-traffic on tensor, replicate and expert alone. So these are tables, filled by the planner's own formulas with arrays in the place
-of sizes, and a layout is a row of each.
+Millions of layouts have few different layers: a layer's time depends only on tensor, context, expert and microbatch, parameter
+traffic only on tensor, replicate and expert. So these are tables, filled by the planner's own formulas with arrays in place of
+sizes, and a layout is a row of each.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from shardwise.run.axes import BIDIRECTIONAL, LOOPED, V_SHAPED
 Array = Any
 
 Kind = tuple[int, int, bool, bool, int]
-"""Of a stage: dense layers, MoE layers, whether it has the embedding, whether it has the head; and the layers of its rank, where
-these share a recompute budget, else 0."""
+"""A kind of stage: dense layers, MoE layers, whether it has the embedding, whether it has the head; and the layers of its rank
+where these share a recompute budget, else 0."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +44,23 @@ class StageSplit:
     ranks: Array
     """[kinds of ranks, kinds of stages]"""
     earliest: tuple[int, ...]
-    """The first rank of each kind, where most schedules hold the most."""
+    """The first rank of each kind, which in most schedules holds the most."""
     latest: tuple[int, ...]
     pipeline: int
 
     @cached_property
     def parts(self) -> Array:
-        """How often each kind of stage has a dense layer, a MoE layer, the embedding and the head."""
+        """The number of dense layers, MoE layers, embeddings and heads of each kind of stage."""
         return np.array(self.kinds, dtype=float)[:, :4]
 
     @cached_property
     def counts(self) -> Array:
-        """Stages of each kind."""
+        """The number of stages of each kind."""
         return np.bincount(self.stages, minlength=len(self.kinds)).astype(float)
 
 
 def stage_split(job: Job, pipeline: int, schedule: str, chunks: int) -> StageSplit:
-    """The split of one schedule."""
+    """How one schedule splits the layers."""
     layout = replace(job.layout, pipeline=pipeline, schedule=schedule, chunks=chunks)  # type: ignore[arg-type]
     layers = replace(job, layout=layout).stage_layers
     last = len(layers) - 1
@@ -82,7 +82,7 @@ def stage_split(job: Job, pipeline: int, schedule: str, chunks: int) -> StageSpl
 
 
 def split_key(pipeline: int, schedule: str, chunks: int) -> tuple[int, int, bool, bool]:
-    """What a split depends on."""
+    """The values that a split depends on."""
     if pipeline == 1 and schedule not in LOOPED:
         return 1, 1, False, False
     v = schedule in V_SHAPED
@@ -90,12 +90,12 @@ def split_key(pipeline: int, schedule: str, chunks: int) -> tuple[int, int, bool
 
 
 class LayerTable:
-    """Times and memory of the modules of the network, by the different (tensor, context, expert, microbatch), by how many
-    microbatches' gradients are accumulated, and by what `fully_shard` handles."""
+    """Times and memory of the network's modules, for each distinct (tensor, context, expert, microbatch), number of microbatches
+    of gradient accumulation, and set of parameters that `fully_shard` handles."""
 
     def __init__(self, job: Job, sizes: Sizes, choices: Choices, expert_tensor: bool) -> None:
         added = job.global_batch // (sizes.microbatch * sizes.replicate * sizes.shard)
-        # How many layers share the budget of a rank depends on the pipeline, and whether they save casts of their weights on ZeRO.
+        # The pipeline decides how many layers share a rank's budget, and ZeRO whether they save casts of their weights.
         more = (sizes.pipeline, sizes.shard) if "budget" in choices.recompute else ()
         devices = sizes.replicate * sizes.shard * sizes.context * sizes.tensor * sizes.pipeline
         sharded = handled(sizes.into(job.layout), devices)
@@ -110,11 +110,11 @@ class LayerTable:
         self.has_dense = not self.has_moe or job.model.dense_layers > 0
 
     def _under(self, recompute: str, method: str = "ring") -> Job:
-        """The job of the rows with these choices."""
+        """The job of all rows with these choices."""
         return replace(self.job, layout=replace(self.job.layout, recompute=recompute, context_method=method))  # type: ignore[arg-type]
 
     def _jobs(self, recompute: str, method: str = "ring") -> Iterator[Job]:
-        """The same of each row by itself, for what is not computed over arrays."""
+        """The same job for each row by itself, where a formula does not take arrays."""
         job = self._under(recompute, method)
         for n in range(self.size):
             sizes: dict[str, Any] = {key: float(getattr(job.layout, key)[n]) for key in ROW}
@@ -125,9 +125,9 @@ class LayerTable:
 
     @cached_property
     def networks(self) -> dict[tuple[str, str], NetworkCost]:
-        """By recomputation and context method. The ops are the same under any recomputation."""
+        """Costs by recompute mode and context method. The ops are the same under every recompute mode."""
         found = {}
-        if self.job.memory.swaps:  # what leaves the device is chosen layer by layer
+        if self.job.memory.swaps:  # the swapped tensors are chosen layer by layer
             for how in product(self.choices.recompute, self.choices.context_method):
                 found[how] = _joined([NetworkCost.of(job) for job in self._jobs(*how)])
             return found
@@ -147,15 +147,15 @@ class LayerTable:
         return found
 
     def network(self, recompute: str, method: str, rank_layers: int) -> NetworkCost:
-        """The network on a rank whose recompute budget so many layers share; 0: where none do."""
+        """The network on a rank where `rank_layers` layers share a recompute budget; 0: no budget is shared."""
         if not rank_layers:
             return self.networks[recompute, method]
         under = replace(self._under(recompute, method), layers_of_rank=rank_layers)
         return NetworkCost.added(under, *self._modules[method])
 
     def seconds(self, methods: Iterable[tuple[str, bool]]) -> Array:
-        """Forward, backward for the input and for the weights of dense layer, MoE layer, embedding and head:
-        [pass, module, method and overlap, recomputation and row]."""
+        """Seconds of forward, backward-input and backward-weight of dense layer, MoE layer, embedding and head:
+        [pass, module, method and overlap, recompute mode and row]."""
         constants = constants_of(self.job)
         methods = list(methods)
         result = np.zeros((3, 4, len(methods), len(self.choices.recompute), self.size))
@@ -164,7 +164,7 @@ class LayerTable:
                 network = self.networks[recompute, method]
                 job = overlapped(self._under(recompute, method), overlap)
                 for n, module in enumerate((network.dense, network.moe, network.embedding, network.head)):
-                    if n > 1 and a:  # the two ends are not recomputed
+                    if n > 1 and a:  # embedding and head are not recomputed
                         result[:, n, b, a] = result[:, n, b, 0]
                     elif module is not None:
                         own = passes(job, module, constants)
@@ -173,8 +173,8 @@ class LayerTable:
 
     @cached_property
     def saved(self) -> tuple[Array, Array]:
-        """Bytes saved for the backward pass by dense layer, MoE layer, embedding and the transfer to a next stage, [module,
-        recomputation and row]; and what recomputation holds for a moment, [recomputation and row]."""
+        """Bytes saved for the backward pass by dense layer, MoE layer, embedding and the transfer to the next stage, [module,
+        recompute mode and row]; and the bytes held temporarily while a layer is recomputed, [recompute mode and row]."""
         many = len(self.choices.recompute)
         saved, recomputed = np.zeros((4, many, self.size)), np.zeros((many, self.size))
         for a, recompute in enumerate(self.choices.recompute):
@@ -191,11 +191,11 @@ class LayerTable:
 
 
 ROW = ("tensor", "context", "expert", "replicate")
-"""Sizes that a row of the table of layers has of its own, beside the microbatch."""
+"""Sizes that differ between rows of the layer table, besides the microbatch."""
 
 
 def _joined(rows: list[NetworkCost]) -> NetworkCost:
-    """The networks of single rows as one with arrays."""
+    """The networks of single rows, joined into one with arrays."""
 
     def joined(modules: tuple[ModuleCost | None, ...]) -> Any:
         known = [module for module in modules if module is not None]
@@ -210,20 +210,20 @@ def _joined(rows: list[NetworkCost]) -> NetworkCost:
 
 
 class StateBytes(NamedTuple):
-    """Bytes of the parameters of a rank, and of what is made of them."""
+    """Bytes of a rank's parameters, and of the tensors made from them."""
 
     stays: Array
-    """Parameters and optimizer."""
+    """Parameters and optimizer state."""
     gradients: Array
-    """As they are reduced."""
+    """After the reduction, as each rank keeps them."""
     whole_gradients: Array
-    """Before that, where they are sharded at all."""
+    """Before the reduction, where gradients are sharded at all."""
     gathered: Array
     cast: Array
 
 
 class ParameterTable:
-    """Traffic and memory of parameters on pipelines of one size, by the different (tensor, replicate, expert)."""
+    """Traffic and memory of parameters for one pipeline size, for each distinct (tensor, replicate, expert)."""
 
     def __init__(
         self, job: Job, sizes: Sizes, choices: Choices, splits: Iterable[StageSplit], expert_tensor: bool
@@ -240,7 +240,7 @@ class ParameterTable:
 
     @cached_property
     def data(self) -> Array:
-        """Traffic and optimizer of each kind of stage: [field of DataSeconds, kind, ZeRO stage and row]."""
+        """Traffic and optimizer seconds of each kind of stage: [field of DataSeconds, kind, ZeRO stage and row]."""
         dense, routed = (np.array([[float(kind[n])] for kind in self.kinds]) for n in range(2))
         every = [data_seconds(self.under(zero), self.held, (dense, routed)) for zero in self.zero]
         by_field = np.array(
@@ -249,7 +249,7 @@ class ParameterTable:
         return np.moveaxis(by_field, 1, 2).reshape(len(by_field), len(self.kinds), -1)
 
     def under(self, zero: int) -> Job:
-        """The job of the rows with that ZeRO stage."""
+        """The job of all rows with this ZeRO stage."""
         return replace(self.job, layout=replace(self.job.layout, zero=zero))  # type: ignore[arg-type]
 
     def _held(self, kinds: list[Kind]) -> LocalNumel:
@@ -265,11 +265,11 @@ class ParameterTable:
         return LocalNumel(np.array(own), np.array(experts))
 
     def index(self, split: StageSplit) -> list[int]:
-        """Where the kinds of a split are."""
+        """The table indices of the kinds of a split."""
         return [self.kinds[kind] for kind in split.kinds]
 
     def traffic(self, split: StageSplit, rows: Array) -> DataSeconds:
-        """Of the stages of a split: [kind, row], or one column of zeros where there is no such thing."""
+        """Traffic of the stages of a split: [kind, row], or one column of zeros for a field that is always zero."""
         index = self.index(split)
         nothing = np.zeros((len(index), 1))
         return DataSeconds(
@@ -281,11 +281,11 @@ class ParameterTable:
 
     @cached_property
     def _there(self) -> list[bool]:
-        """Which fields of `data` hold anything: most are of Muon, of compressed gradients or of pipelines that go both ways."""
+        """Which fields of `data` are not all zero: most belong to Muon, compressed gradients or bidirectional pipelines."""
         return self.data.any(axis=(1, 2)).tolist()
 
     def memory(self, split: StageSplit, rows: Array) -> StateBytes:
-        """Bytes of the parameters of a rank and of what is made of them: [kind of rank, row]."""
+        """Bytes of a rank's parameters and of the tensors made from them: [kind of rank, row]."""
         key = id(split)
         if key not in self._states:
             self._states[key] = self._all_states(split)
@@ -319,7 +319,8 @@ class ParameterTable:
         if zero < 3:
             gathered = whole * framework.gather_bytes * (sharded | lay.offload)
         else:
-            # The layers of the moment, and what `fully_shard` prefetched for other stages; without a pipeline also the two ends.
+            # The current layers, and those that `fully_shard` prefetched for other stages; without a pipeline also
+            # embedding and head.
             gathered = gathered_layers(job) * (1.0 + 0.0 * whole)
             if lay.secondary_shard > 1:
                 few = lay.expert_secondary_shard
@@ -335,7 +336,7 @@ class ParameterTable:
                 more = np.maximum(split.ranks @ np.array(inner) - 1.0, 0.0)[:, None]
                 gathered = gathered + more * one.dense * framework.gather_bytes * (job.zero_ranks > 1)
         stays = owners["parameters"] + owners["optimizer"]
-        if job.muon and not lay.offload:  # of the layers' matrices it keeps one moment
+        if job.muon and not lay.offload:  # Muon keeps only one moment of the layers' matrices
             outer = sum(
                 end * (split.ranks @ split.parts[:, n])[:, None]
                 for n, end in zip((2, 3), ends_parameters(job), strict=True)
@@ -349,27 +350,27 @@ class ParameterTable:
 
 
 class Rows(NamedTuple):
-    """What is told of each size alone."""
+    """Values computed for each size by itself."""
 
     hop: Array
-    """Seconds between two stages."""
+    """Seconds of a transfer between two stages."""
     buffers: Array
     """Bytes."""
     loss: Array
-    """Bytes that the loss holds while it is made, beside what it saves."""
+    """Bytes that the loss holds while it is computed, besides its saved tensors."""
     loss_saved: Array
-    """Bytes that it saves of each microbatch."""
+    """Bytes that the loss saves for each microbatch."""
     passing: Array
-    """Bytes of the gradients that pass through a layer that is being recomputed."""
+    """Bytes of the gradients that flow through a layer while it is recomputed."""
 
 
 def rows_of(job: Job, sizes: Sizes) -> Rows:
-    """As the trainer does it (`trainer/state.py`): a whole loss saves the probabilities, a chunked one the gradients of its input
-    and of the head's matrix."""
+    """As the trainer does it (`trainer/state.py`): an unchunked loss saves the probabilities, a chunked one the gradients of its
+    input and of the head's weight."""
     every = replace(job, layout=sizes.into(job.layout), microbatch=sizes.microbatch.astype(float))
     m, high = job.model, max(4.0, job.width)
     rows, columns = every.rows, m.head_rows / sizes.tensor
-    entering = rows * m.hidden * job.width  # of which a whole loss saves this rank's shard
+    entering = rows * m.hidden * job.width  # an unchunked loss saves this rank's shard of it
     chunked = chunked_loss(every) > 0
     logits = rows * columns * job.width
     loss = np.where(chunked, logits / np.ceil(logits / job.chunk_bytes), 2.0 * rows * columns * high)
@@ -381,7 +382,7 @@ def rows_of(job: Job, sizes: Sizes) -> Rows:
 
 
 def _copied_keys(job: Job) -> Array:
-    """Parameters of a layer that every tensor rank holds whole, where there are more of these than key/value heads."""
+    """Extra key and value parameters of a layer where tensor ranks outnumber KV heads: each rank then holds all of them."""
     m, t = job.model, job.layout.tensor
     if m.attention != "grouped":
         return 0.0 * t
@@ -389,7 +390,7 @@ def _copied_keys(job: Job) -> Array:
 
 
 def _unique(*columns: Array) -> tuple[list[Array], Array]:
-    """The different rows of some columns, as columns of floats, and which of them each row is."""
+    """The distinct rows of some columns, as columns of floats, and for each row the index of its distinct row."""
     code = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
         values, which = np.unique(column, return_inverse=True)

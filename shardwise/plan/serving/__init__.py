@@ -1,7 +1,7 @@
-"""What a model costs to serve, by the same kernel curves as training.
+"""The cost of serving a model, by the same kernel curves as training.
 
-`cost.py` has the cost of a pass. A run is planned by playing its load (`play.py`) with the engine's own scheduler, each step taking
-what was measured of such steps (`step_time.py`, `curves.py`); `pool.py` has the memory, `plan.py` the answer. What others published
-of their engines is predicted by closed forms, since their schedulers are not ours to play: `engines.py`, `loads.py`,
+`cost.py` has the cost of a pass. A run is planned by simulating its load (`play.py`) with the engine's own scheduler, each step
+with the time measured for such steps (`step_time.py`, `curves.py`); `pool.py` has the memory, `plan.py` the result. Published
+figures of other engines are predicted by closed forms, since we cannot run their schedulers: `engines.py`, `loads.py`,
 `inference.py`.
 """

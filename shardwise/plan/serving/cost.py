@@ -1,10 +1,11 @@
-"""What a pass of prefill and a step of decoding cost, and the memory they need.
+"""The cost of a prefill pass and of a decode step, and the memory they need.
 
-Prefill is a forward pass of many tokens, bound by computing. A decoding step is a pass of one token a sequence, bound by reading:
-all weights that the batch touches once, and the keys and values of every sequence. Of E experts, k a token, a batch of B tokens
-touches E(1 - (1 - k/E)^B). Tensor ranks all-reduce twice a layer, where latency counts and not bytes.
+Prefill is a forward pass of many tokens and is compute-bound. A decode step is a pass of one token per sequence and is
+memory-bound: it reads all weights that the batch touches once, and the KV cache of every sequence. With E experts and k per token,
+a batch of B tokens touches E(1 - (1 - k/E)^B) of them. Tensor ranks all-reduce twice per layer, where latency
+counts, not bytes.
 
-Costs are added up by kind of work before any fitted constant, so that fitting and predicting read one account of a pass.
+Costs are summed by kind of work before any fitted constant, so that fitting and predicting use the same account of a pass.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from shardwise.run.parameters import layer_parameters
 
 @dataclass(frozen=True)
 class Serving:
-    """A model on its ranks. `tensor` ranks cut the attention; each of its `replicas` serves a part of the requests; the experts are
-    spread over `expert` x `expert_tensor` ranks."""
+    """A model on its ranks. The attention is sharded over `tensor` ranks; each of its `replicas` serves a share of the requests;
+    the experts are spread over `expert` x `expert_tensor` ranks."""
 
     model: ModelConfig
     cluster: Cluster
@@ -51,9 +52,9 @@ class Serving:
     expert: int = 1
     expert_tensor: int = 1
     windowed: tuple[float, int] = (0.0, 0)
-    """Share of the layers that see only so many latest positions."""
+    """The share of layers with a sliding window, and the positions in the window."""
     head: Format | None = None
-    """What the head is kept in, where that is said."""
+    """The format of the head, where it is given."""
 
     @property
     def chip(self) -> Chip:
@@ -75,20 +76,20 @@ class Serving:
 
 @dataclass
 class Cost:
-    """Seconds of a pass by kind of work, and what the host has to start."""
+    """Seconds of a pass by kind of work, and the kernels that the host has to launch."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     kernels: float = 0.0
     waits: float = 0.0
-    """Doublings of ranks over all collectives: each is a wait."""
+    """The sum of log2(ranks) over all collectives: ranks wait once for each doubling."""
 
     def add(self, kind: str, seconds: Any, kernels: float = 1.0) -> None:
-        """One more operation."""
+        """Adds one operation."""
         self.seconds[kind] = self.seconds.get(kind, 0.0) + float(seconds)
         self.kernels += kernels
 
     def merge(self, other: Cost, times: float = 1.0) -> None:
-        """The operations of `other`, so many times."""
+        """Adds the operations of `other`, `times` times."""
         for kind, seconds in other.seconds.items():
             self.seconds[kind] = self.seconds.get(kind, 0.0) + times * seconds
         self.kernels += times * other.kernels
@@ -97,7 +98,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Shape:
-    """What one pass works on, on one replica of the attention: tokens of so many sequences, over so many keys."""
+    """The size of one pass on one attention replica: queries of `sequences` sequences, each over `keys` keys."""
 
     sequences: float
     queries: float
@@ -106,13 +107,13 @@ class Shape:
 
     @property
     def tokens(self) -> float:
-        """Rows of every GEMM."""
+        """The rows of every GEMM."""
         return self.sequences * self.queries
 
 
 def weight_gemm_seconds(chip: Chip, rows: Any, columns: Any, inner: Any, form: Format, count: Any = 1) -> float:
-    """A GEMM with a stored weight. Where it is stored in fewer bits than it is multiplied in, fewer bytes are read, and large GEMMs
-    are as fast as in the dtype they are multiplied in."""
+    """Seconds of a GEMM with a stored weight. Where the weight is stored in fewer bits than the compute dtype, fewer bytes are
+    read; large GEMMs are as fast as in the compute dtype."""
     dtype = form.dtype(chip)
     stored = form.bytes / form.reach / ITEM_BYTES[dtype]
     if stored >= 1:
@@ -124,14 +125,14 @@ def weight_gemm_seconds(chip: Chip, rows: Any, columns: Any, inner: Any, form: F
 
 
 def experts_hit(experts: float, per_token: float, tokens: float, skew: float = 0.0) -> float:
-    """How many experts a batch touches, when each token chooses at random; `skew`: some are chosen more often than others."""
+    """How many experts a batch touches if each token chooses at random; with `skew` some are chosen more often than others."""
     chances = np.minimum(per_token / experts * popularity(skew), 1.0)
     return float(experts * np.mean(1.0 - (1.0 - chances) ** tokens))
 
 
 @cache
 def popularity(skew: float) -> Any:
-    """How often experts are chosen, relative to the mean: lognormal, `skew` being the deviation of the logarithm."""
+    """How often experts are chosen, relative to the mean: lognormal, with `skew` the standard deviation of the logarithm."""
     if not skew:
         return np.ones(1)
     places = np.array([NormalDist().inv_cdf((n + 0.5) / 256) for n in range(256)])
@@ -140,8 +141,9 @@ def popularity(skew: float) -> Any:
 
 
 def busiest_share(experts: float, ranks: int, skew: float) -> float:
-    """Rows of the busiest of `ranks`, relative to the mean, when each has an equal part of the experts. A sum of lognormal
-    popularities is nearly lognormal (Fenton 1960), and the largest of so many is as far out as the largest normal one (Blom)."""
+    """Rows of the busiest of `ranks` ranks, relative to the mean, if each has the same number of experts. A sum of lognormal
+    popularities is nearly lognormal (Fenton 1960), and the largest of `ranks` of them is taken at the expected largest of
+    as many normal values (Blom)."""
     if ranks <= 1 or not skew:
         return 1.0
     variance = math.log1p(math.expm1(skew**2) / max(1.0, experts / ranks))
@@ -150,12 +152,12 @@ def busiest_share(experts: float, ranks: int, skew: float) -> float:
 
 
 def _all_reduce(cost: Cost, s: Serving, size: float, ranks: int) -> None:
-    """Adds up the partial sums of so many ranks."""
+    """Adds an all-reduce of partial sums over `ranks` ranks."""
     if ranks <= 1:
         return
     seconds = collective_seconds(s.cluster, "all_reduce", size, ranks)
     if s.engine.one_shot and ranks <= s.cluster.domain:
-        # Every rank reads every other's partial sums over the fast link: one hop, n - 1 times the bytes.
+        # Every rank reads the partial sums of all others over the fast link: one hop, n - 1 times the bytes.
         seconds = min(seconds, 2 * s.cluster.intra_latency + 4e-6 + size * (ranks - 1) / s.cluster.intra)
     cost.add("tensor", seconds)
     cost.waits += float(np.log2(ranks))
@@ -168,7 +170,7 @@ def _elementwise(cost: Cost, s: Serving, *sizes: float) -> None:
 
 
 def _scaled_to_4_bits(cost: Cost, s: Serving, form: Format, rows: float, inner: float) -> None:
-    """Inputs of GEMMs in 4 bits are quantized in blocks before each, by a kernel of its own."""
+    """Adds the kernel that quantizes the input of a 4-bit GEMM in blocks."""
     if form.dtype(s.chip) == "fp4":
         _elementwise(cost, s, rows * inner * (2.0 + form.bytes))
 
@@ -214,9 +216,7 @@ def _attention(cost: Cost, s: Serving, at: Shape) -> None:
     if m.attention == "latent":
         gemm(m.q_rank + m.kv_rank + m.rope_dim, m.hidden)
         gemm(heads * m.head_dim, m.q_rank or m.hidden)
-        if (
-            at.decode
-        ):  # queries are projected into the latent space and values out of it: the cache is read as it is stored
+        if at.decode:  # queries are projected into the latent space and values out of it: the cache is read as stored
             gemm(m.kv_rank, m.nope_dim, heads)
             latent = m.kv_rank + m.rope_dim
             shared = latent / (latent + m.kv_rank)  # the values are the keys, read once
@@ -234,7 +234,7 @@ def _attention(cost: Cost, s: Serving, at: Shape) -> None:
 
 
 def _feed_forward(cost: Cost, s: Serving, rows: float, width: float, kind: str) -> None:
-    """A dense feed-forward layer of `width` on this rank."""
+    """Adds a dense feed-forward layer with `width` columns on this rank."""
     columns = width * (2 if s.model.gated else 1)
     _scaled_to_4_bits(cost, s, s.weights, rows, s.model.hidden)
     cost.add(kind, weight_gemm_seconds(s.chip, rows, columns, s.model.hidden, s.weights))
@@ -244,7 +244,7 @@ def _feed_forward(cost: Cost, s: Serving, rows: float, width: float, kind: str) 
 
 
 def _experts(cost: Cost, s: Serving, at: Shape) -> None:
-    """Router and routed experts: the tokens of all replicas meet at the experts."""
+    """Adds the router and the routed experts, which receive the tokens of all replicas."""
     m, chip = s.model, s.chip
     tokens = at.tokens * s.replicas
     skew = s.engine.expert_skew
@@ -262,7 +262,7 @@ def _experts(cost: Cost, s: Serving, at: Shape) -> None:
         else:
             seconds = float(grouped_gemm_seconds(chip, rows, columns, inner, hit, dtype))
         cost.add("experts" if at.decode else "grouped", seconds)
-    if s.replicas > 1:  # tokens travel to their experts and back
+    if s.replicas > 1:  # tokens are sent to their experts and back
         size = at.tokens * min(m.experts_per_token, s.expert) * m.hidden
         for width_of in (min(2.0, s.weights.bytes), 2.0):
             cost.add("tensor", collective_seconds(s.cluster, "all_to_all", size * width_of, s.expert * s.expert_tensor))
@@ -270,7 +270,7 @@ def _experts(cost: Cost, s: Serving, at: Shape) -> None:
 
 
 def layer_cost(s: Serving, at: Shape, *, routed: bool) -> Cost:
-    """One layer on one rank."""
+    """The cost of one layer on one rank."""
     m, cost, kind = s.model, Cost(), "read" if at.decode else "matmul"
     residual = at.tokens * m.hidden * 2.0
     queries = at.tokens * (m.heads / s.tensor) * m.head_dim * 2.0
@@ -292,7 +292,7 @@ def layer_cost(s: Serving, at: Shape, *, routed: bool) -> Cost:
 
 
 def pass_cost(s: Serving, at: Shape) -> Cost:
-    """A whole forward pass, and the sampling of one token a sequence."""
+    """The cost of a whole forward pass, and of sampling one token per sequence."""
     m, cost = s.model, Cost()
     dense = m.layers - s.routed_layers
     if dense:
@@ -304,7 +304,7 @@ def pass_cost(s: Serving, at: Shape) -> Cost:
     if s.tensor > 1:
         cost.add("tensor", collective_seconds(s.cluster, "all_gather", at.sequences * m.vocab * 4.0, s.tensor))
         cost.waits += float(np.log2(s.tensor))
-    _elementwise(cost, s, *(at.sequences * m.vocab * 8.0,) * 3)  # penalties, softmax, choice
+    _elementwise(cost, s, *(at.sequences * m.vocab * 8.0,) * 3)  # penalties, softmax, sampling
     if s.pipeline > 1:
         hop = collective_seconds(s.cluster, "send", at.tokens * m.hidden * 2.0, s.pipeline, s.tensor)
         cost.add("tensor", (s.pipeline - 1) * hop, s.pipeline - 1)
@@ -313,7 +313,7 @@ def pass_cost(s: Serving, at: Shape) -> Cost:
 
 
 def seconds(s: Serving, cost: Cost, constants: Mapping[str, float], *, decode: bool) -> float:
-    """A pass's time with the fitted constants. Outside graphs the host may be the slower one."""
+    """Seconds of a pass with the fitted constants. Outside CUDA graphs the host may be slower than the device."""
     device = sum(constants[kind] * value for kind, value in cost.seconds.items())
     device += constants["wait"] * s.engine.wait * cost.waits
     if decode and s.engine.graphs:
@@ -323,7 +323,7 @@ def seconds(s: Serving, cost: Cost, constants: Mapping[str, float], *, decode: b
 
 
 def weight_bytes(s: Serving) -> dict[str, float]:
-    """Of one rank: attention, dense feed-forward, experts, and embedding with head."""
+    """Bytes of weights on one rank: attention, dense feed-forward, experts, and embedding with head."""
     m, t = s.model, s.tensor
     attention = [entry for entry in layer_parameters(m, False) if entry.owner == "attention"]
     matrices = sum(entry.numel / (1 if entry.tensor_dim is None else t) for entry in attention if entry.multiplied)
@@ -341,7 +341,7 @@ def weight_bytes(s: Serving) -> dict[str, float]:
 
 
 def cache_bytes(s: Serving, length: float) -> float:
-    """Keys and values of one sequence on one rank."""
+    """Bytes of the KV cache of one sequence on one rank."""
     m = s.model
     if m.attention == "latent":
         numel = float(m.kv_rank + m.rope_dim)
@@ -353,17 +353,17 @@ def cache_bytes(s: Serving, length: float) -> float:
 
 
 def activation_bytes(s: Serving, tokens: float, sequences: float, length: float) -> float:
-    """What a pass of so many tokens holds on a rank."""
+    """Activation bytes of a pass of `tokens` tokens on a rank."""
     m = s.model
     whole = tokens * m.hidden * 2.0 * s.engine.buffers
-    held = whole * (1 + 1 / s.tensor) / 2 + sequences * m.vocab / s.tensor * 4.0  # what lies inside the layers is cut
+    held = whole * (1 + 1 / s.tensor) / 2 + sequences * m.vocab / s.tensor * 4.0  # tensors inside layers are sharded
     if s.engine.attention == "unfused":
         held += 2 * 2.0 * sequences * m.heads / s.tensor * length**2
     return held
 
 
 def memory_by_owner(s: Serving, sequences: float, input_len: int, output_len: int) -> dict[str, float]:
-    """Bytes of a rank that serves `sequences` at a time."""
+    """Bytes by owner on a rank that serves `sequences` sequences at a time."""
     together = (
         min(sequences * input_len, s.engine.max_tokens) if s.engine.attention != "unfused" else sequences * input_len
     )

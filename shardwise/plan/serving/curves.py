@@ -1,8 +1,8 @@
-"""Measured steps of the engine as curves: how many times longer than the cost model says.
+"""Measured steps of the engine as curves: the factor of measured over modelled time.
 
-Layers were measured in a few shapes. Between the sizes of one shape the logarithm of the factor is interpolated, over that of the
-size; another shape takes the mean of those measured, weighted by the inverse square of its distance to them. So the model keeps its
-form, and its level is the machine's.
+Layers were measured in a few shapes. Between the sizes of one shape, the log of the factor is interpolated over the log of the
+size; another shape takes the mean of the measured shapes, weighted by the inverse square of its distance to them. So the cost model
+sets the form, and the measurements set the level.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from shardwise.hardware.profile import LAYER
 
 Shape = tuple[float, ...]
 Model = Callable[..., float]
-"""Seconds by the cost model, of a shape and sizes."""
+"""Seconds by the cost model, for a shape and sizes."""
 LEAST = 0.02
-"""Factors are no smaller: what was measured as the difference of two may come out as nothing."""
+"""Lower limit of a factor: a time measured as the difference of two may come out as zero."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Logarithms of factors over those of a size."""
+    """Logarithms of factors over the logarithm of a size."""
 
     at: tuple[float, ...]
     logs: tuple[float, ...]
 
     @classmethod
     def of(cls, points: Iterable[tuple[float, float]]) -> Line:
-        """Of sizes and factors."""
+        """From pairs of size and factor."""
         ordered = sorted(points)
         return cls(
             tuple(float(np.log2(size)) for size, _ in ordered),
@@ -41,7 +41,7 @@ class Line:
         )
 
     def log(self, size: float) -> float:
-        """Between the two nearest sizes; that of the first or last beyond them."""
+        """The log of the factor, interpolated between the two nearest sizes; beyond the ends, that of the first or last size."""
         return float(np.interp(np.log2(max(size, 1e-9)), self.at, self.logs))
 
 
@@ -50,32 +50,32 @@ class ShapeCurves:
     """The factors of layers of one shape."""
 
     decode: dict[float, Line]
-    """By sequences: over the keys of each."""
+    """By number of sequences: over the keys of each sequence."""
     together: Line
-    """Steps of many short prompts: over all tokens."""
+    """Steps of many short prompts: over all their tokens."""
     alone: Line
     """Steps of one prompt: over its tokens."""
     after: Line
-    """Attention of a chunk to what came before it: over the tokens of the chunk."""
+    """Attention of a chunk to the tokens before it: over the tokens of the chunk."""
     short: float
     """Tokens of a short prompt."""
 
     def decode_log(self, sequences: float, keys: float) -> float:
-        """Of a step that gives each sequence a token."""
+        """The log of the factor of a decode step."""
         rows = sorted(self.decode)
         logs = [self.decode[row].log(keys) for row in rows]
         return float(np.interp(np.log2(sequences), np.log2(rows), logs))
 
     def prompt_log(self, tokens: float, each: float) -> float:
-        """Of a step of so many tokens, of chunks of `each`."""
+        """The log of the factor of a prefill step of `tokens` tokens in chunks of `each`."""
         span = np.log2(max(tokens, 2 * self.short) / self.short)
         share = float(np.clip(np.log2(max(each, 1.0) / self.short) / span, 0.0, 1.0)) if tokens > self.short else 1.0
         return share * self.alone.log(tokens) + (1 - share) * self.together.log(tokens)
 
 
 class Curves:
-    """All that was measured, against a cost model: `decode(shape, sequences, keys)`, `prompt(shape, prompts, tokens)`,
-    `before(shape, tokens, before)` and `pick(hidden, vocab, rows)` give its seconds on the chip that was measured."""
+    """All measurements relative to a cost model: `decode(shape, sequences, keys)`, `prompt(shape, prompts, tokens)`,
+    `before(shape, tokens, before)` and `pick(hidden, vocab, rows)` return its seconds on the measured chip."""
 
     def __init__(
         self, facts: EngineFacts, weights: str, decode: Model, prompt: Model, before: Model, pick: Model
@@ -121,19 +121,19 @@ class Curves:
         return {shape: Line.of(each) for shape, each in found.items()}
 
     def decode(self, shape: Shape, sequences: float, keys: float) -> float:
-        """The factor of a step that gives each sequence a token."""
+        """The factor of a decode step, one token per sequence."""
         return self._mean(shape, self._shapes, lambda curves: curves.decode_log(sequences, keys))
 
     def prompt(self, shape: Shape, tokens: float, each: float) -> float:
-        """The factor of a step of prompts, without what came before them."""
+        """The factor of a prefill step, without the attention to earlier tokens."""
         return self._mean(shape, self._shapes, lambda curves: curves.prompt_log(tokens, each))
 
     def after(self, shape: Shape, each: float) -> float:
-        """The factor of the attention to what came before."""
+        """The factor of the attention to earlier tokens."""
         return self._mean(shape, self._shapes, lambda curves: curves.after.log(each))
 
     def pick(self, hidden: float, vocab: float, rows: float) -> float:
-        """The factor of the head and the picking."""
+        """The factor of the head and the sampling."""
         return self._mean((hidden, vocab), self._picks, lambda line: line.log(rows))
 
     def _mean(self, shape: Shape, curves: dict[Shape, Any], log: Callable[[Any], float]) -> float:

@@ -1,8 +1,8 @@
-"""Speculation in a played load: how many guesses are right, and how long a draft model takes to make them.
+"""Speculative decoding in a simulated load: how many draft tokens are accepted, and how long the draft model takes.
 
-A guess is right with one probability wherever all before it were (`serve.acceptance`), so a step of k guesses gives
-(1 - a^(k+1)) / (1 - a) tokens of a sequence on average (Leviathan et al. 2023, equation 1). The play draws them one by one, with a
-seed, since the scheduler knows whole tokens only.
+Every draft token is accepted with the same probability if all before it were (`serve.acceptance`), so a step with k draft tokens
+yields (1 - a^(k+1)) / (1 - a) tokens per sequence on average (Leviathan et al. 2023, equation 1). The simulation draws them one by
+one, with a seed, since the scheduler only handles whole tokens.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from shardwise.schedules.serving import Sequence, Step
 
 
 def tokens_a_step(acceptance: float, drafts: int) -> float:
-    """What a step gives of a sequence on average, of so many guesses and the token behind those that are right."""
+    """Mean tokens per sequence and step with `drafts` draft tokens: the accepted ones and the token sampled after them."""
     return sum(acceptance**n for n in range(drafts + 1))
 
 
 def acceptance_of(tokens: float, drafts: int) -> float:
-    """The acceptance that gives so many tokens a step, by halving."""
+    """The acceptance rate that yields `tokens` tokens per step, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -31,7 +31,7 @@ def acceptance_of(tokens: float, drafts: int) -> float:
 
 @dataclass
 class Speculation:
-    """Guesses of a played load. `times` are those of the draft model, None where guesses take no time of the device."""
+    """Draft tokens of a simulated load. `times` are those of the draft model, None where drafting takes no device time."""
 
     drafts: int
     acceptance: float
@@ -42,19 +42,19 @@ class Speculation:
 
     @classmethod
     def of(cls, serve: ServeConfig, times: StepTime | None, seed: int = 0) -> Speculation | None:
-        """As a run says; None where it guesses nothing."""
+        """As the run configures it; None where it does not speculate."""
         if serve.speculate == "none":
             return None
         return cls(serve.draft_tokens, serve.acceptance, times, Random(seed))
 
     def propose(self, sequences: list[Sequence]) -> None:
-        """Before a step is scheduled: guesses for all whose last token is known."""
+        """Before a step is scheduled: draft tokens for all sequences whose last token is known."""
         for sequence in sequences:
             if not (sequence.pending or sequence.drafts):
                 sequence.drafts = [0] * self.drafts
 
     def sampled(self, step: Step) -> list[list[int]]:
-        """What a step gives of each chunk that samples."""
+        """The tokens that a step yields for each chunk that samples."""
         found = []
         for chunk in step.chunks:
             if chunk.samples:
@@ -67,8 +67,8 @@ class Speculation:
         return found
 
     def seconds(self, step: Step) -> float:
-        """Until the guesses of a step are on the host: the draft model computes the step's prompts along with the last known
-        tokens, then a guess after the other, each launched while the device works."""
+        """Seconds until the draft tokens of a step are on the host: the draft model computes the step's prompts together with the
+        last known tokens, then one draft token after the other, each launched while the device works."""
         if self.times is None:
             return 0.0
         prompts = [(chunk.start, chunk.count) for chunk in step.chunks[step.decoding :]]

@@ -1,6 +1,6 @@
-"""The constants of published engines, fitted to what was published of them (`benchmarks/fit_inference.py`).
+"""The constants of published engines, fitted to their published measurements (`benchmarks/fit_inference.py`).
 
-`cost.py` counts what passes cost, `loads.py` what requests wait for.
+`cost.py` counts the cost of passes, `loads.py` the time that requests wait.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ NAMES: dict[str, tuple[float, tuple[str, ...]]] = {
     "arrive": (1.0, ("engine",)),
     "queue": (0.05, ("engine",)),
 }
-"""Factors on the seconds of a kind of work: GEMMs of decoding (`read`) and of prefill (`matmul`), those of experts likewise
+"""Factors on the seconds of a kind of work: GEMMs of decode (`read`) and of prefill (`matmul`), the same for those of experts
 (`experts` and `grouped`), attention, elementwise kernels, collectives; on an engine's waits, launches, steps and arrivals; on a run
-under full load. `gap` is seconds between the kernels of a CUDA graph. `stall` is the share of the other replicas' prompts that a
-replica of attention waits for at the experts. `queue` is the share of the other clients' prompts that one waits for: a twentieth
-when all come at once and then each sends ten, as benchmarks do."""
+under full load. `gap` is the seconds between the kernels of a CUDA graph. `stall` is the share of the other replicas' prompts that
+an attention replica waits for at the experts. `queue` is the share of the other clients' prompts that a client waits for: a
+twentieth if all clients start at once and each sends ten requests, as benchmarks do."""
 
 
 @cache
 def fitted_inference() -> Mapping[str, Any]:
-    """What `fitted.json` holds."""
+    """The content of `fitted.json`."""
     return json.loads(resources.files("shardwise.plan.serving").joinpath("fitted.json").read_text("utf-8"))
 
 
 def groups_of(s: Serving) -> dict[str, str]:
-    """What the constants depend on, by name."""
+    """The groups that the constants depend on, by name."""
     return {
         "chip": s.chip.name.split("-")[0],
         "family": s.engine.family,
@@ -56,10 +56,10 @@ def groups_of(s: Serving) -> dict[str, str]:
 
 
 def constants_of(s: Serving, effects: Mapping[str, float]) -> dict[str, float]:
-    """The constants of a serving; `effects` are logarithms by "name" and "name/kind:value"."""
+    """The constants of a serving setup; `effects` are logarithms by "name" and "name/kind:value"."""
     return scaled(NAMES, groups_of(s), effects)
 
 
 def cache_width(precision: str) -> float:
-    """Bytes of an element of the cache: published fp8 and fp4 checkpoints come with an 8-bit cache."""
+    """Bytes per element of the KV cache: published fp8 and fp4 checkpoints come with an 8-bit cache."""
     return 1.0 if precision in ("fp8", "fp4") else 2.0

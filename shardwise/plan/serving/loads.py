@@ -1,11 +1,11 @@
-"""How requests come, and what they then wait for.
+"""How requests arrive, and how long they wait.
 
-A *static* batch starts and ends together. In a *closed loop* so many clients each send their next request when the last is
-answered, so that each answer waits for the others' prompts. Under *full load* all requests queue from the start, and memory
-decides how many run at a time.
+A *static* batch starts and ends together. In a *closed loop* each client sends its next request when the last response is complete,
+so that each response waits for the others' prompts. Under *full load* all requests queue from the start, and memory decides how
+many run at a time.
 
-These closed forms are for published rows of other engines alone (`shardwise validate`). A run of ours is played, step by step
-(`play.py`), and no number of it comes from here.
+These closed forms are only for published rows of other engines (`shardwise validate`). Our own runs are simulated step by step
+(`play.py`), and none of their numbers comes from here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.plan.serving.cost import Cost, Serving, Shape, capacity, pass_cos
 
 @dataclass(frozen=True)
 class Load:
-    """How requests come. `batch` is over all replicas; 0: as many as memory holds."""
+    """How requests arrive. `batch` is over all replicas; 0: as many as memory holds."""
 
     kind: Literal["static", "closed", "full"]
     batch: int
@@ -31,22 +31,22 @@ class Load:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything of a prediction that the fitted constants do not change. Batches are those of one replica."""
+    """The part of a prediction that does not depend on the fitted constants. Batches are those of one replica."""
 
     serving: Serving
     load: Load
     running: float
     waiting: float
     prompt: Cost
-    """Prompts of `together` sequences in one pass."""
+    """A prefill pass over the prompts of `together` sequences."""
     together: float
     steps: tuple[Cost, ...]
-    """A step at the mean length of the answers; under full load also that of the last, smaller wave."""
+    """A decode step at the mean length of the responses; under full load also one of the last, smaller wave."""
     rest: float = 0.0
 
 
 def prepare(s: Serving, load: Load) -> Prepared:
-    """Count the passes that a load needs."""
+    """Counts the passes that a load needs."""
     mean = load.input_len + load.output_len / 2
     asked = max(1.0, load.batch / s.replicas)
     if load.kind == "static":
@@ -68,7 +68,7 @@ def prepare(s: Serving, load: Load) -> Prepared:
 
 
 def _step(s: Serving, sequences: float, keys: float) -> Cost:
-    """A token for each sequence. Stages work on a part of the batch each, so a part has gone round when it starts again."""
+    """One token for each sequence. Stages work on different parts of the batch; a part passes all stages before its next step."""
     return pass_cost(s, Shape(sequences / min(s.pipeline, sequences), 1, keys, True))
 
 
@@ -77,14 +77,14 @@ def _prompt(load: Load, sequences: float) -> Shape:
 
 
 def quantities(p: Prepared, constants: Mapping[str, float]) -> dict[str, float]:
-    """What could be measured: seconds, and tokens a second over all replicas."""
+    """The measurable quantities: seconds, and tokens per second over all replicas."""
     s, load = p.serving, p.load
     outside = constants["step"] * s.engine.step
     step = seconds(s, p.steps[0], constants, decode=True) + outside
     prompt = seconds(s, p.prompt, constants, decode=False) + outside
     if load.kind == "static":
         return _static(p, prompt, step)
-    # Prompts and answers that share a step read the weights once between them.
+    # Prefill and decode in the same step read the weights only once.
     shared = constants["read"] * p.steps[0].seconds.get("read", 0.0) + outside if s.engine.shares_steps else 0.0
     added = max(prompt - shared, 0.5 * prompt) / s.pipeline
     if load.kind == "closed":
@@ -93,8 +93,8 @@ def quantities(p: Prepared, constants: Mapping[str, float]) -> dict[str, float]:
 
 
 def _prompts_between(p: Prepared, constants: Mapping[str, float], added: float, sequences: float) -> float:
-    """Seconds that prefilling `sequences` adds to the steps of one answer. Replicas of attention meet at the experts in every step,
-    so the prompts of the others add theirs too, unless they fall into the same step."""
+    """Seconds that the prefill of `sequences` sequences adds to the steps of one response. Attention replicas meet at the experts
+    in every step, so the prompts of other replicas add time too, unless they fall into the same step."""
     steps = p.load.output_len
     passes = sequences / p.together
     others = steps * (1 - math.exp(-(p.serving.replicas - 1) * passes / steps))
@@ -104,7 +104,7 @@ def _prompts_between(p: Prepared, constants: Mapping[str, float], added: float, 
 def _static(p: Prepared, prompt: float, step: float) -> dict[str, float]:
     load, stages = p.load, p.serving.pipeline
     parts = p.running / p.together
-    # A prompt's parts follow each other through the stages.
+    # The parts of the prompt batch follow each other through the stages.
     first = prompt * (parts + stages - 1) / stages
     latency = first + (load.output_len - 1) * step
     tokens = load.batch * load.output_len / latency
@@ -112,13 +112,13 @@ def _static(p: Prepared, prompt: float, step: float) -> dict[str, float]:
 
 
 def _closed(p: Prepared, constants: Mapping[str, float], added: float, step: float, prompt: float) -> dict[str, float]:
-    """While a request answers, each of the others begins once, and its prompt is in the way."""
+    """While a request decodes, each of the others begins once, and its prompt delays the request."""
     load = p.load
     between = _prompts_between(p, constants, added, max(0.0, p.running - 1))
     answer = load.output_len * step + between
     tpot = answer / load.output_len
     busy = min(0.9, between / answer)
-    # Prompts queue behind each other, at the start all of them; clients beyond what memory holds wait for whole answers.
+    # Prompts queue behind each other, at the start all of them; clients beyond the memory wait for whole responses.
     first = prompt * (1 + busy / (2 * (1 - busy)) + constants["queue"] * (p.running - 1)) + step / 2
     first += constants["arrive"] * p.serving.engine.arrive + p.waiting / p.running * answer
     latency = first + (load.output_len - 1) * tpot
@@ -127,7 +127,7 @@ def _closed(p: Prepared, constants: Mapping[str, float], added: float, step: flo
 
 
 def _full(p: Prepared, constants: Mapping[str, float], added: float, step: float, outside: float) -> dict[str, float]:
-    """Waves of requests, as many as fit; the last one is what is left."""
+    """Waves of as many requests as fit; the last wave has the remaining ones."""
     load = p.load
     wave = _prompts_between(p, constants, added, p.running) + load.output_len * step
     waves = math.floor((p.running + p.waiting) / p.running)

@@ -1,8 +1,8 @@
-"""The plan of a run that serves: what a load will see, the memory of a device by owner, and what tokens cost; for the layout that
-the run gives, or for the cheapest one that holds the load.
+"""The plan of a serving run: the latency and throughput of its load, the memory of a device by owner, and the cost of tokens; for
+the given layout, or for the cheapest one that holds the load.
 
-Tensor ranks cut every layer, stages of a pipeline have other steps at a time, experts are dealt out over ranks; each replica is an
-engine of its own, and requests are dealt out among them.
+Tensor ranks shard every layer, pipeline stages work on different steps at a time, experts are distributed over ranks; each replica
+is an engine of its own, and requests are distributed among the replicas.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from shardwise.run.weights import FORMATS as REDUCED
 from shardwise.schedules.serving.figures import LoadFigures
 
 HOLDS = 0.95
-"""Share of the requests that must keep the limits, and of the rate that must be answered, for a layout to hold a load."""
+"""A layout holds a load if this share of the requests meets the limits, and this share of the request rate is served."""
 
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """What a layout will give."""
+    """The planned figures of a layout."""
 
     run: Run
     figures: LoadFigures
@@ -43,17 +43,17 @@ class ServingPlan:
     played: tuple[Played, ...]
     usd_per_hour: float
     holds: bool
-    """Whether the load is answered as fast as it comes, within its limits."""
+    """Whether requests are served as fast as they arrive, within the limits."""
     facts: EngineFacts
-    """What the time of steps was made of."""
+    """The measurements that step times are based on."""
 
     @property
     def devices(self) -> int:
-        """Of all replicas."""
+        """The number of devices of all replicas."""
         return self.run.layout.world
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs: the names of a measured load, and memory, layout and cost."""
+        """For programs: the same keys as a measured load, and memory, layout and cost."""
         found = self.figures.as_dict()
         hours = self.figures.seconds / 3600
         tokens = found["output_tokens"] or math.nan
@@ -84,7 +84,7 @@ class ServingPlan:
 
     @cached_property
     def served(self) -> ServedLoad:
-        """The record that a measured load has too."""
+        """The same record that a measured load has."""
         memory, played = self.memory, self.played
         owners = {
             "weights": memory.weights, "activations": memory.activations, "libraries": memory.libraries,
@@ -103,7 +103,7 @@ class ServingPlan:
 
 
 def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
-    """Play the run's load on its layout, as it comes over HTTP or from the engine's own process."""
+    """Simulates the run's load on its layout, with requests over HTTP or from the engine's own process."""
     cluster = cluster_of(run)
     layout, model, serve = run.layout, run.model, run.serve
     if broken := [rule for rule in serving_rules(run) if rule.broken]:
@@ -170,7 +170,7 @@ def _holds(run: Run, figures: LoadFigures) -> bool:
     if found["failed"]:
         return False
     pace = True
-    if asked.rate:  # what is left when the last request has come ends soon
+    if asked.rate:  # requests that run when the last one has arrived must end soon
         last = max((made.due for made in figures.made), default=0.0)
         answer = found["e2e_ms"]["p50"] or 0.0
         pace = figures.seconds <= last / HOLDS + 3 * answer / 1e3
@@ -178,7 +178,7 @@ def _holds(run: Run, figures: LoadFigures) -> bool:
 
 
 def layouts_of(run: Run) -> Iterator[Run]:
-    """Layouts of the cluster's devices, the fewest devices first."""
+    """Layouts on the cluster's devices, the fewest devices first."""
     cluster, model = cluster_of(run), run.model
     most = cluster.devices
     sizes = [2**n for n in range(most.bit_length()) if 2**n <= most]
@@ -189,11 +189,11 @@ def layouts_of(run: Run) -> Iterator[Run]:
 
 
 def search_serving(run: Run) -> list[ServingPlan]:
-    """Plans of all layouts that fit: those that hold the load first, the cheapest of them first; then by what they answer."""
+    """Plans of all layouts that fit: first those that hold the load, the cheapest first; then the others by throughput."""
     found: list[ServingPlan] = []
     for candidate in layouts_of(run):
         if any(plan.holds and candidate.layout.world > 4 * plan.devices for plan in found):
-            break  # more devices hold it too, and cost more
+            break  # more devices hold the load too, but cost more
         try:
             found.append(plan_serving(candidate))
         except UserError:

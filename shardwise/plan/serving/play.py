@@ -1,8 +1,8 @@
-"""Plays a load: requests come as the run says, the engine's own scheduler makes its steps, and each takes the time that the cost
-model gives it. What comes out is what a load generator would have seen.
+"""Simulates a load: requests arrive as the run says, the engine's own scheduler makes its steps, and each step takes the time that
+the cost model predicts. The result is what a load generator would have measured.
 
-On a GPU the engine launches a step before it reads the one before it, and so does the play: a step begins when the device is done
-with the last and the host with preparing, and the host reads it when it has launched the next.
+On a GPU the engine launches a step before it reads the results of the previous one, and so does the simulation: a step begins when
+the device has finished the last one and the host has prepared it, and the host reads its results after launching the next.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shardwise.schedules.serving.figures import TOO_LONG, Limits, LoadFigures, R
 from shardwise.schedules.serving.sequence import Step
 
 STEADY = 4
-"""Where a run does not say how many requests: so many times those that run at once, and 200 at least."""
+"""Where a run gives no number of requests: this many times those that run at once, and at least 200."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a load is played: the pages of a device and of its host, and the longest sequence and window of the model."""
+    """Where a load is simulated: the pages of a device and of its host, and the longest sequence and window of the model."""
 
     pages: int
     host_pages: int
@@ -36,13 +36,13 @@ class Place:
 
 
 class Stages:
-    """The stages of a pipeline, which hold as much of each step, and when each is free."""
+    """Pipeline stages, each with an equal share of every step, and the time when each is free."""
 
     def __init__(self, count: int) -> None:
         self.count, self._free = count, [0.0] * count
 
     def run(self, now: float, seconds: float) -> float:
-        """When a step is done that may begin now, and takes so long on all stages together."""
+        """The end of a step that may begin at `now` and takes `seconds` on all stages together."""
         for stage, free in enumerate(self._free):
             now = self._free[stage] = max(now, free) + seconds / self.count
         return now
@@ -50,7 +50,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class Played:
-    """What became of a load on one engine."""
+    """The result of a load on one engine."""
 
     figures: LoadFigures
     steps: int
@@ -63,7 +63,7 @@ class Played:
 
 @dataclass
 class RunningRequest:
-    """A request that is being answered."""
+    """A request that is being served."""
 
     due: float
     asked: LoadRequest
@@ -83,8 +83,9 @@ def play(
     guesses: Speculation | None = None,
     group: int = 1,
 ) -> Played:  # fmt: skip
-    """One engine. With a `concurrency`, so many requests are under way at a time. Each takes `arrive` seconds to and from it. So
-    many as a `group` has, one after the other, are answers to one prompt: those behind the first begin where it is computed."""
+    """Simulates one engine. With `concurrency`, that many requests are in flight at a time. A request takes `arrive` seconds to the
+    engine and back. Each `group` consecutive requests are completions of one prompt: all but the first are forked once the prompt
+    is computed."""
     pool = PagePool(place.pages, serve.page_tokens, place.host_pages, serve.prefix_cache)
     sequences = min(serve.max_sequences, serve.max_step_tokens)
     stages = Stages(times.serving.pipeline)
@@ -96,11 +97,11 @@ def play(
     scheduler = Scheduler(settings, pool)
     coming = deque(enumerate(asked))
     clients = deque([arrive] * concurrency)
-    """When the next request of each client that waits for none reaches the engine."""
+    """When the next request of each idle client reaches the engine."""
     running: dict[Sequence, RunningRequest] = {}
     leaders: dict[int, Sequence] = {}
     unforked: dict[Sequence, list[tuple[int, RunningRequest]]] = {}
-    """Answers that wait for the prompt of the first of their group."""
+    """Requests that wait for the prompt of the first of their group."""
     made: list[RequestTimes] = []
     launched: deque[tuple[Step, float]] = deque()
     host, failed = 0.0, 0
@@ -121,7 +122,7 @@ def play(
             if number % group:
                 unforked[leaders[number // group]].append((number, begun))
                 continue
-            # Prompts are random, so no two have a page in common: a salt says the same.
+            # Prompts are random, so no two share a page: a salt has the same effect.
             sequence = Sequence(number, [0] * one.input, one.output, salt=str(number).encode(), lookahead=ahead)
             running[sequence] = begun
             if group > 1:
@@ -175,8 +176,8 @@ def play(
 
 
 def step_sizes(step: Step) -> tuple[int, int, list[tuple[int, int]], int]:
-    """What the time of a step depends on: sequences that decode, their tokens, chunks of prompts (tokens before, and new), and how
-    many tokens are picked. A guess is computed as one more sequence is."""
+    """The sizes that the time of a step depends on: decoding rows, their keys, prompt chunks as (tokens before, new tokens), and
+    the number of sampled tokens. A draft token is computed like one more sequence."""
     decoding, prompts = step.chunks[: step.decoding], step.chunks[step.decoding :]
     rows = sum(chunk.count for chunk in decoding)
     keys = sum(chunk.count * (2 * chunk.start + chunk.count + 1) // 2 for chunk in decoding)

@@ -1,5 +1,5 @@
-"""The memory of a serving device by owner, and how many pages of keys and values fit beside the rest. The engine takes its pool
-from here, so the plan is what it gets.
+"""The memory of a serving device by owner, and how many KV cache pages fit besides the rest. The engine sizes its page pool with
+this file, so it gets exactly what the plan says.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from shardwise.run.weights import BYTES, FORMATS, is_reduced, parameter_bytes
 
 @dataclass(frozen=True)
 class ServingMemory:
-    """Bytes of one device."""
+    """Bytes on one device."""
 
     weights: int
     activations: int
-    """The largest step at work."""
+    """Of the largest step while it runs."""
     libraries: int
     page: int
-    """One page, of all layers here, those of a draft model among them."""
+    """One page of all layers on this device, including those of a draft model."""
     pages: int
     draft: int = 0
-    """Weights of the draft model, where it stands."""
+    """Weights of the draft model, on the device that holds it."""
 
     @property
     def cache(self) -> int:
@@ -38,19 +38,19 @@ class ServingMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all owners."""
         return self.weights + self.draft + self.activations + self.libraries + self.cache
 
 
 def token_elements(model: ModelConfig, tensor: int = 1) -> int:
-    """Numbers that one layer keeps of a token on a rank."""
+    """Elements that one layer caches per token on a rank."""
     if model.attention == "latent":
         return model.kv_rank + model.rope_dim
     return max(1, model.kv_heads // tensor) * (model.key_dim + model.head_dim)
 
 
 def kv_dtype(run: Run) -> str:
-    """What keys and values are kept in."""
+    """The dtype of the KV cache."""
     return run.train.dtype if run.serve.kv_dtype == "auto" else run.serve.kv_dtype
 
 
@@ -62,10 +62,10 @@ def served_layers(run: Run) -> list[range]:
 
 
 def weight_bytes(run: Run, stage: int = 0) -> int:
-    """Bytes of the weights of a stage, on the rank that holds most of it."""
+    """Bytes of the weights of a stage, on the rank that holds the most of it."""
     model, layout = run.model, run.layout
     stages = layout.pipeline
-    # Shares are rounded up, so that the first rank has the largest.
+    # Shards are rounded up, so that the first rank has the largest.
     rank = ServingRank(layout, (stages - 1 - stage) * (layout.world // stages))
 
     def held(entries: Iterable[Parameter]) -> int:
@@ -83,16 +83,16 @@ def weight_bytes(run: Run, stage: int = 0) -> int:
 
 
 def activation_bytes(run: Run, stage: int = 0, packed: bool = False) -> int:
-    """What the largest step holds at a time beside weights and pages: the residual stream and the widest part of a layer; where
-    tokens are picked, the logits of every sequence with what picking makes of them, which tensor ranks gather; and a packed matrix
-    that is unpacked to be multiplied."""
+    """Peak bytes of the largest step besides weights and pages: the residual stream and the widest part of a layer; on the stage
+    that samples, the logits of every sequence, all-gathered over tensor ranks, and the copies that sampling makes; and one
+    quantized matrix that is dequantized for its GEMM."""
     model, serve, layout = run.model, run.serve, run.layout
     tokens, each, tensor = serve.max_step_tokens, BYTES[run.train.dtype], layout.tensor
     wide = max(2 * model.ffn, model.heads * model.key_dim + token_elements(model))
     if model.experts:
         wide = max(wide, model.experts_per_token * (model.hidden + 2 * model.expert_ffn))
     layer = tokens * (3 * model.hidden + 1.5 * wide / tensor) * each
-    if serve.invariant and layout.world > layout.replicate * layout.pipeline:  # the parts of a sum, or of every choice
+    if serve.invariant and layout.world > layout.replicate * layout.pipeline:  # partial sums, and each expert's output
         apart = tensor * (tensor > 1) + (model.experts_per_token if model.experts else 0)
         layer += tokens * model.hidden * apart * each
     logits = (
@@ -111,25 +111,25 @@ def activation_bytes(run: Run, stage: int = 0, packed: bool = False) -> int:
 
 
 def draft_run(run: Run) -> Run | None:
-    """The draft model as a run that is served: whole, on the device of the last stage where tokens are picked; None where there is
-    none. Its weights are kept in the dtype of the arithmetic, its keys and values as the large model's."""
+    """The draft model as a served run: unsharded, on the device of the last stage, which samples; None where there is no draft
+    model. Its weights are kept in the compute dtype, its KV cache in the dtype of the large model's."""
     model = draft_model(run)
     if model is None:
         return None
     serve = replace(
         run.serve, weights="auto", head="auto", speculate="none", draft="", invariant=False
-    )  # it only guesses
+    )  # it only drafts
     return replace(run, model=model, layout=LayoutConfig(), serve=serve)
 
 
 def page_bytes(run: Run, stage: int = 0) -> int:
-    """One page of the layers of a stage."""
+    """Bytes of one page for the layers of a stage."""
     layers = len(served_layers(run)[stage])
     return int(run.serve.page_tokens * layers * token_elements(run.model, run.layout.tensor) * BYTES[kv_dtype(run)])
 
 
 def device_bytes(chip: Chip) -> int:
-    """Memory of a device, as its driver counts it where that was measured. Of a host's half is left to others."""
+    """Memory of a device, as its driver reports it where that was measured. Half of a host's memory is left to other processes."""
     if chip.name == "cpu":
         return CHIPS["cpu"].memory // 2
     facts = engine_facts(chip)
@@ -137,20 +137,20 @@ def device_bytes(chip: Chip) -> int:
 
 
 def serving_memory(run: Run, chip: Chip, total: int = 0, weights: int = 0) -> ServingMemory:
-    """What a device holds, of `total` bytes where a driver says so; the pages are what is left, but no more than all sequences
-    could ever fill. All stages have as many: those of the stage with the least room. `weights`: their bytes, where it is not the
-    run that says what they are kept in."""
+    """The memory of a device, of `total` bytes where the driver reports them. Pages take the memory that is left, but no more than
+    all sequences could ever fill. All stages have the same number of pages: that of the stage with the least room. `weights`: the
+    bytes of the weights, where the run does not determine how they are stored."""
     of_stages = (stage_memory(run, stage, chip, total, weights) for stage in range(run.layout.pipeline))
     return min(of_stages, key=lambda memory: (memory.pages, -memory.total))
 
 
 def stage_memory(run: Run, stage: int, chip: Chip, total: int = 0, weights: int = 0) -> ServingMemory:
-    """The same of a device of one stage."""
+    """The same for a device of one stage."""
     serve, page, draft_weights = run.serve, page_bytes(run, stage), 0
     activations = activation_bytes(run, stage, weights > 0)
     weights = weights or weight_bytes(run, stage)
     draft = draft_run(run) if stage == run.layout.pipeline - 1 else None
-    if draft is not None:  # the two models work by turns
+    if draft is not None:  # the two models run in turns
         page += page_bytes(draft)
         draft_weights, activations = weight_bytes(draft), max(activations, activation_bytes(draft))
     libraries = 0 if chip.name == "cpu" else int(engine_facts(chip).profile.library_bytes)

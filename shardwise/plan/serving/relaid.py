@@ -1,12 +1,12 @@
-"""From the layout that trains to the layout that answers: which ranks make an engine, what each of them holds of the weights, and
-which rank sends it what before a round. No torch; the trainer follows these lists, and the plan counts them.
+"""From the training layout to the rollout layout: which ranks form an engine, which shard of the weights each rank holds, and which
+rank sends it what before a round. No torch; the trainer follows these lists, and the plan counts them.
 
-An engine is cut as the trainer is: its tensor ranks, its pipeline ranks and as many more as its experts are spread over make one,
-and what is left of the ranks makes more of them. Data and context ranks hold shards of what an engine's rank needs, tensor ranks
-may cut experts otherwise, and a server's pipeline begins at its last rank; so weights travel, each box of a parameter to where it
-is needed and nowhere else. A matrix with adapters is made of its parts at its new place.
+An engine is sharded like the trainer: its tensor ranks, its pipeline ranks and the ranks that its experts are spread over form one
+engine, and the remaining ranks form more engines. Data and context ranks hold shards of what an engine's rank needs, tensor ranks
+may shard experts differently, and a server's pipeline begins at its last rank. So weights are sent between ranks, each box of a
+parameter only to the ranks that need it. A matrix with adapters is merged from its parts on the rank that receives them.
 
-Where no server has such a layout, each rank has an engine of its own.
+Where no server supports such a layout, each rank has an engine of its own.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from shardwise.schedules import make_schedule
 
 
 def rollout_layout(run: Run) -> LayoutConfig:
-    """The layout of the engines that make a run's answers, on the ranks that train it; each `replicate` is an engine."""
+    """The layout of the engines that generate a run's rollouts, on the ranks that train it; each `replicate` is an engine."""
     return next(layout for layout in _layouts(run) if _is_served(run, layout))
 
 
 def _layouts(run: Run) -> Iterator[LayoutConfig]:
-    """From the one that is cut most to the one whose ranks all have a whole network."""
+    """Layouts from the most sharded one to the one with the whole network on every rank."""
     lay = run.layout
 
     def engines(tensor: int, pipeline: int, data: int, expert: int) -> LayoutConfig:
@@ -55,34 +55,35 @@ def _layouts(run: Run) -> Iterator[LayoutConfig]:
 
     data = lay.expert if run.model.experts else 1
     for pipeline in dict.fromkeys((lay.pipeline, 1)):
-        for expert in (data, data * lay.tensor):  # columns of each expert over the tensor ranks, or whole experts
+        for expert in (data, data * lay.tensor):  # shards of each expert over the tensor ranks, or whole experts
             yield engines(lay.tensor, pipeline, data, expert)
     yield LayoutConfig(replicate=lay.world)
 
 
 def _is_served(run: Run, layout: LayoutConfig) -> bool:
-    """Whether a server has this layout, with layers in every stage."""
+    """Whether a server supports this layout, with layers in every stage."""
     served = replace(run, layout=layout)
     broken = (rule for rule in serving_rules(served) if rule.broken and rule.key.startswith("layout."))
     return next(broken, None) is None and all(map(len, served_layers(served)))
 
 
 def is_whole(run: Run) -> bool:
-    """Whether every rank trains whole parameters, which its engine can read where they are."""
+    """Whether every rank trains unsharded parameters, which its engine can read in place."""
     return run.layout.world == run.layout.replicate and not run.layout.offload
 
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter that a matrix of an engine is made of, and the box of it that is needed."""
+    """A trained parameter that an engine's matrix is built from, and the box of it that is needed."""
 
     name: str
     box: Box
 
 
 def parts_of(run: Run, name: str, box: Box) -> list[Part]:
-    """What makes up a box of a parameter of the network: itself, or its codes, scales and adapters. DoRA needs whole rows, whose
-    length it sets, and codes come in blocks; where a box cuts those, what is made is more than is needed (`made_box`)."""
+    """The parts that a box of a parameter is built from: the parameter itself, or its quantized codes, scales and adapters. DoRA
+    needs whole rows, since it sets their length, and codes come in blocks; where a box cuts rows or blocks, a larger box is built
+    (`made_box`)."""
     entry = find_parameter(run.model, name, run.adapter)
     if not entry.adapted and not entry.dtype:
         return [Part(name, box)]
@@ -109,7 +110,7 @@ def parts_of(run: Run, name: str, box: Box) -> list[Part]:
 
 
 def made_box(run: Run, name: str, box: Box) -> Box:
-    """The box of a matrix that is made of its parts, of which one is needed."""
+    """The box of a matrix that is built from its parts, which contains the needed `box`."""
     entry = find_parameter(run.model, name, run.adapter)
     cuts_blocks = entry.packed > 1 and (box.offset[-1] % NF4_BLOCK or box.size[-1] % NF4_BLOCK)
     if cuts_blocks or (entry.adapted and run.adapter.kind == "dora"):
@@ -118,7 +119,7 @@ def made_box(run: Run, name: str, box: Box) -> Box:
 
 
 def needed(run: Run, stage: int | None = None) -> list[str]:
-    """The parameters of the network, in order: of the whole one, or of a stage of the engine."""
+    """The names of the network's parameters, in order: of the whole network, or of a stage of the engine."""
     model, layout = run.model, rollout_layout(run)
     layers = range(model.layers) if stage is None else served_layers(replace(run, layout=layout))[stage]
     last = stage is None or stage == layout.pipeline - 1
@@ -142,14 +143,14 @@ def stage_of(run: Run, name: str) -> int:
 
 @dataclass(frozen=True)
 class Relaying:
-    """What one rank sends and receives so that the engines of its replica of the trainer have their weights."""
+    """The weights that one rank sends and receives so that the engines of its trainer replica have theirs."""
 
     run: Run
     rank: int
 
     @cached_property
     def layout(self) -> LayoutConfig:
-        """The engines'."""
+        """The layout of the engines."""
         return rollout_layout(self.run)
 
     @cached_property
@@ -159,7 +160,7 @@ class Relaying:
 
     @cached_property
     def _names(self) -> list[frozenset[str]]:
-        """Of each stage of the engine."""
+        """The parameter names of each stage of the engine."""
         return [frozenset(needed(self.run, stage)) for stage in range(self.layout.pipeline)]
 
     @cached_property
@@ -177,23 +178,23 @@ class Relaying:
         return ServingRank(self.layout, self.rank).stage
 
     def home(self, name: str) -> int:
-        """The index of the pipeline ranks that train a parameter or buffer."""
+        """The pipeline index of the ranks that train a parameter or buffer."""
         return self._homes[stage_of(self.run, name)]
 
     def first_at_home(self, name: str) -> int:
-        """The first of the members that trains it."""
+        """The first member that trains a parameter or buffer."""
         home = self.home(name)
         return next(rank for rank, at in self._places.items() if at.index("pipeline") == home)
 
     def box(self, name: str, rank: int) -> Box | None:
-        """What a rank's engine holds of a parameter of the network; None where its stage has no such."""
+        """The box of a parameter that a rank's engine holds; None where its stage does not have the parameter."""
         place = ServingRank(self.layout, rank)
         if name not in self._names[place.stage]:
             return None
         return Box(*place.box(find_parameter(self.run.model, name)))
 
     def parts(self, name: str) -> Iterator[tuple[str, dict[int, Box]]]:
-        """The parts of a parameter, one after the other, each with the box that a rank needs of it."""
+        """The parts of a parameter, one after the other, each with the box that every rank needs of it."""
         wanted: dict[str, dict[int, Box]] = {}
         for rank in self.members:
             box = self.box(name, rank)
@@ -202,7 +203,7 @@ class Relaying:
         yield from wanted.items()
 
     def held(self, part: str) -> dict[Box, list[int]]:
-        """The boxes of a parameter that the trainer has, and the members that have each."""
+        """The boxes of a parameter that the trainer holds, each with the members that hold it."""
         home = self.home(part)
         found: dict[Box, list[int]] = {}
         for rank, at in self._places.items():
@@ -211,8 +212,8 @@ class Relaying:
         return found
 
     def moves(self, part: str, wanted: dict[int, Box]) -> Moves:
-        """Who sends what of a part to whom: each takes what it has itself from itself, else from one of those that have it, which
-        take turns."""
+        """What this rank sends and receives of a part. A rank that holds a box uses its own copy; otherwise one of the holders
+        sends it, and the holders take turns."""
         here = self.rank
         sent: dict[int, Box] = {}
         received: dict[int, Box] = {}
@@ -237,7 +238,7 @@ class Relaying:
         return widths[entry.dtype] if entry.dtype else part_width(self.run, name, part, width)
 
     def sent_bytes(self, widths: dict[str, int], width: int) -> int:
-        """Bytes that this rank sends to others before a round. `width` is that of the arithmetic, `widths` those of integers."""
+        """Bytes that this rank sends to others before a round. `width`: bytes of the compute dtype; `widths`: of integers."""
         total = 0
         for name in needed(self.run):
             for part, wanted in self.parts(name):
@@ -247,7 +248,7 @@ class Relaying:
         return total
 
     def received_bytes(self, widths: dict[str, int], width: int) -> list[int]:
-        """Bytes that this rank gets from others, of each parameter that its engine needs."""
+        """Bytes that this rank receives from others, for each parameter that its engine needs."""
         found = []
         for name in needed(self.run, self.stage):
             box = self.box(name, self.rank)
@@ -257,7 +258,7 @@ class Relaying:
         return found
 
     def _trained(self, part: str) -> list[Box]:
-        """What this rank trains of a parameter."""
+        """The boxes of a parameter that this rank trains."""
         at = RankCoordinates(self.run.layout, self.rank)
         return [self._trained_box(part, at)] if at.index("pipeline") == self.home(part) else []
 
@@ -272,21 +273,21 @@ class Relaying:
 
 @dataclass(frozen=True)
 class Moves:
-    """What a rank sends of a parameter, and what it gets, by the other's rank; in the coordinates of the whole."""
+    """The boxes of a parameter that a rank sends and receives, by the other rank; in coordinates of the unsharded parameter."""
 
     name: str
     held: Box | None
-    """What it has itself."""
+    """The box that the rank holds itself."""
     wanted: Box | None
     sent: dict[int, Box]
     received: dict[int, Box]
     travels: bool
-    """Whether anything goes from one rank to another; all members say the same."""
+    """Whether anything is sent from one rank to another; the same on all members."""
 
 
 def part_width(run: Run, name: str, part: str, width: int) -> int:
-    """Bytes of an element of a part as it travels: those of the arithmetic, or 4 at least of what is used or merged before it is
-    rounded."""
+    """Bytes per element of a part as it is sent: those of the compute dtype, but at least 4 for a part that is used or merged
+    before rounding."""
     entry = find_parameter(run.model, part, run.adapter)
     learned = run.model.position == "learned" and entry.owner == "embedding"
     exact = part != name or learned or (entry.owner == "router" and part.endswith("router.weight"))

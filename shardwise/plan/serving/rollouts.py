@@ -1,14 +1,14 @@
-"""Answers that a trainer makes with the engine in its own process: what the engine holds beside the training state, and what a step
-of such a run takes.
+"""Rollouts: completions that a trainer generates with the engine in its own process. This file plans the memory of the engine
+besides the training state, and the time of a step of such a run.
 
-Where the trainer's tensors are whole on a rank each has an engine that reads those, so it holds no weights but the ones that the
-trainer has only in a higher precision than it computes in. On other layouts the engines are cut over the ranks as the trainer is,
-and each rank holds its part of one, which it is sent before a round (`relaid.py`). The pool of keys and values takes what training
-leaves at its peak, but no more than the answers of a round can fill.
+Where every rank trains unsharded parameters, each rank has an engine that reads those; it holds its own copy only of weights that
+the trainer keeps solely in a higher precision than the compute dtype. On other layouts the engines are sharded over the ranks like
+the trainer, and each rank holds its shard of one engine, which it receives before a round (`relaid.py`). The KV cache takes the
+memory that training leaves at its peak, but no more than the completions of a round can fill.
 
-A round is played with the engine's scheduler, all answers at their full length, on the engine with most of them. Passes that look
-back (the reference, and the probabilities before the first of several steps) take a third of a training step each, as a backward
-pass computes twice what a forward pass does.
+A round is simulated with the engine's scheduler, all completions at full length, on the engine with the most of them. Look-back
+passes (the reference model's, and the probabilities before the first of several steps) take a third of a training step each, since
+a backward pass computes twice as much as a forward pass.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from shardwise.run.weights import BYTES
 
 @dataclass(frozen=True)
 class RolloutMemory:
-    """Bytes of a device while a run makes answers and learns from them."""
+    """Bytes on a device while a run generates completions and trains on them."""
 
     training: int
-    """The trainer's peak, with the reference where there is one: the parameters once more."""
+    """The trainer's peak, including the reference model where there is one: the parameters once more."""
     weights: int
-    """Of the engine's own; those that it shares with the trainer are not counted."""
+    """The engine's own weights; those that it shares with the trainer are not counted."""
     activations: int
     page: int
     pages: int
@@ -60,23 +60,23 @@ class RolloutMemory:
 
     @property
     def total(self) -> int:
-        """All of it. The engine's activations and the trainer's are not there at the same time, but their memory is not shared."""
+        """The sum of all owners. Activations of engine and trainer do not share memory, though never live at the same time."""
         return self.training + self.weights + self.activations + self.cache
 
 
 def as_served(run: Run) -> Run:
-    """The run as its engines see it: on their layout, with rows of the trainer's length."""
+    """The run as its engines see it: on their layout, with the trainer's sequence length."""
     return replace(run, layout=rollout_layout(run), model=replace(run.model, max_positions=run.train.seq_len))
 
 
 def answers_at_once(run: Run) -> int:
-    """Answers of a round that one engine makes."""
+    """Completions of a round that one engine generates."""
     prompts = run.train.global_batch * run.objective.minibatches // run.objective.group
     return -(-prompts // rollout_layout(run).replicate) * run.objective.group
 
 
 def own_weight_bytes(run: Run, *, gpu: bool, rank: int = 0) -> int:
-    """Bytes of weights that the engine of a rank holds there besides the trainer's."""
+    """Bytes of weights that a rank's engine holds besides the trainer's."""
     model, width = run.model, BYTES[run.train.dtype]
     low = run.train.dtype in ("bfloat16", "float16")
     copies = keeps_compute_copies(run, gpu=gpu)
@@ -87,13 +87,11 @@ def own_weight_bytes(run: Run, *, gpu: bool, rank: int = 0) -> int:
         numel = prod(place.box(find_parameter(model, name))[1])
         entry = find_parameter(model, name, run.adapter)
         trained = entry.frozen or not low or entry.owner == "router" or (copies and entry.is_linear)
-        if (
-            shares and trained and not entry.adapted and not entry.dtype
-        ):  # the trainer has it in the dtype of the arithmetic
+        if shares and trained and not entry.adapted and not entry.dtype:  # the trainer has it in the compute dtype
             return 0
         return numel * part_width(run, name, name, width)
 
-    # Layers of a kind are alike, and networks have many.
+    # Layers of one kind have the same sizes, so each kind is counted once.
     alike: Counter[str] = Counter()
     first: dict[tuple[bool, str], str] = {}
     for name in needed(run, place.stage):
@@ -106,8 +104,8 @@ def own_weight_bytes(run: Run, *, gpu: bool, rank: int = 0) -> int:
 def rollout_memory(
     run: Run, chip: Chip, total: int, trained: Memory | None = None, rank: int | None = None
 ) -> RolloutMemory:
-    """What a device of `total` bytes holds, and how many pages fit, which all ranks of an engine have; beside the memory of
-    training, where that is known. Of a `rank`, or of the one with the least room."""
+    """The memory of a device of `total` bytes, and how many pages fit: the same number on all ranks of an engine. `trained` is the
+    memory of training, where it is known. For one `rank`, or for the one with the least room."""
     gpu = chip.name != "cpu"
     if trained is None:
         placed = replace(run, cluster=replace(run.cluster, chip=chip.name))
@@ -129,7 +127,7 @@ def rollout_memory(
             room = int(run.serve.memory_gib * 2**30)
         return RolloutMemory(training, weights, activations, page, max(0, min(room // max(1, page), most)))
 
-    # Shares are rounded up, so the first rank of a stage holds most of it.
+    # Shards are rounded up, so the first rank of a stage holds the most.
     each = served.layout.world // served.layout.pipeline
     tightest = min(
         (here(n * each) for n in range(served.layout.pipeline)), key=lambda memory: (memory.pages, -memory.total)
@@ -138,18 +136,18 @@ def rollout_memory(
 
 
 def _device(run: Run) -> tuple[Chip, int]:
-    """A rank's chip, and the memory that it has of it."""
+    """A rank's chip, and its share of the chip's memory."""
     chip = cluster_of(run).chip
     return chip, device_bytes(chip) // (run.layout.world if chip.name == "cpu" else 1)
 
 
 def _least_pages(run: Run) -> int:
-    """Of one answer."""
+    """The pages of one completion."""
     return -(-run.train.seq_len // run.serve.page_tokens) + 1
 
 
 def rollouts_fit(run: Run, trained: Memory) -> bool:
-    """Whether the engine that makes a run's answers fits beside the memory of its training; true of runs that make none."""
+    """Whether the engine for a run's rollouts fits besides the memory of training; true for runs without rollouts."""
     if run.objective.kind != "grpo":
         return True
     return rollout_memory(run, *_device(run), trained).pages >= _least_pages(run)
@@ -157,36 +155,36 @@ def rollouts_fit(run: Run, trained: Memory) -> bool:
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """A step of a run that makes its own answers, with its share of a round."""
+    """A step of a run that generates its own completions, with its share of a round."""
 
     memory: RolloutMemory
     fits: bool
     prompt_tokens: int
     answers: int
-    """Of a round, over all ranks."""
+    """Completions of a round, over all ranks."""
     rollout_seconds: float
-    """Of a round."""
+    """Per round."""
     passes: int
-    """Forward passes over each answer before it is learned from."""
+    """Forward passes over each completion before it is trained on."""
     look_back_seconds: float
-    """Of a round."""
+    """Per round."""
     train_seconds: float
-    """Of a step."""
+    """Per step."""
     step_seconds: float
-    """Of a step, with all of it."""
+    """Per step, including its share of the round."""
     rollout_flops: float
-    """Of a round, over all ranks."""
+    """Per round, over all ranks."""
     origin: str
     tokens: int
-    """Of the answers of a round."""
+    """Completion tokens of a round."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
-    """Of the engines."""
+    """The layout of the engines."""
     relaying_seconds: float = 0.0
-    """Of a round, and a part of it: the weights are brought to the engines."""
+    """Per round, and part of `rollout_seconds`: the weights are sent to the engines."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Of answers, over all ranks."""
+        """Completion tokens per second, over all ranks."""
         return self.tokens / self.rollout_seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -215,12 +213,12 @@ class RolloutPlan:
 
 
 WAVES = (8, 16)
-"""Rounds with more answers than an engine makes at once so many times over are played that far: what follows repeats itself, since
-all answers have one length."""
+"""Longer rounds are simulated for these two numbers of waves (a wave: the completions an engine generates at once) and
+extrapolated: later waves repeat, since all completions have the same length."""
 
 
 def round_seconds(run: Run, memory: RolloutMemory) -> float:
-    """Of a round of the engine that has most answers."""
+    """Seconds of a round on the engine with the most completions."""
     answers, group = answers_at_once(run), run.objective.group
     own = -(-run.objective.completion_tokens // run.serve.page_tokens) + 1
     together = min(run.serve.max_sequences, run.serve.max_step_tokens, memory.pages // own)
@@ -232,7 +230,7 @@ def round_seconds(run: Run, memory: RolloutMemory) -> float:
 
 
 def played_round(run: Run, memory: RolloutMemory, answers: int = 0) -> Played:
-    """A round of the engine that has most answers, or so many, all of them at their full length, played with the engine's
+    """A round on the engine with the most completions, or with `answers` of them, all at full length, simulated with the engine's
     scheduler."""
     cluster, serve, asked, model = cluster_of(run), run.serve, run.objective, run.model
     form = stored_format(run.model, "auto", run.train.dtype)
@@ -249,8 +247,8 @@ def played_round(run: Run, memory: RolloutMemory, answers: int = 0) -> Played:
 
 
 def relaying_seconds(run: Run) -> float:
-    """How long it takes to bring the engines' weights to where they are needed, before a round: an all-to-all for each parameter
-    among the ranks of a replica, as the rank takes that receives most."""
+    """Seconds to send the weights to the engines before a round: an all-to-all for each parameter among the ranks of a replica,
+    timed for the rank that receives the most."""
     if is_whole(run):
         return 0.0
     cluster, width = cluster_of(run), BYTES[run.train.dtype]
@@ -265,7 +263,7 @@ def relaying_seconds(run: Run) -> float:
 
 
 def plan_rollouts(run: Run, train_seconds: float, trained: Memory | None = None) -> RolloutPlan:
-    """What a step takes, whose training part takes so long, and so much memory, where that is known."""
+    """The plan of a step whose training part takes `train_seconds`, and `trained` memory where that is known."""
     asked = run.objective
     memory = rollout_memory(run, *_device(run), trained)
     least, facts = _least_pages(run), engine_facts(cluster_of(run).chip)

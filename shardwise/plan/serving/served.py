@@ -1,5 +1,5 @@
-"""A load and what the engine did to answer it, played by the planner or measured: the same record, so the two are laid side by side
-as those of a training step are (`ledger.py`).
+"""A load and what the engine did to serve it. The planner's simulation and a measurement make the same record, so the two can be
+compared like those of a training step (`ledger.py`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ TIMES = ("ttft_ms", "tpot_ms", "e2e_ms")
 
 @dataclass(frozen=True)
 class ServedLoad:
-    """What is not known is empty: a client sees no steps and no memory."""
+    """A simulated or measured load. Unknown values are empty: a client sees no steps and no memory."""
 
     figures: Mapping[str, Any]
-    """As `LoadFigures.as_dict` gives them, and `shardwise load --json` prints them."""
+    """As `LoadFigures.as_dict` returns them and `shardwise load --json` prints them."""
     engine: Mapping[str, int] = field(default_factory=dict)
     """`steps`, `preemptions`, and the most sequences `running` and `pages` used at once."""
     memory: Mapping[str, float] = field(default_factory=dict)
     """Bytes of the fullest device by owner, and how many `pages` its pool has."""
 
     def quantities(self) -> Iterator[tuple[str, str, float]]:
-        """Every number: the account it belongs to, its name, its value."""
+        """Every number as (account, name, value)."""
         for name in ("requests", "failed", "input_tokens", "output_tokens"):
             yield "load", name.replace("_", " "), self.figures[name]
         for name, value in self.engine.items():
@@ -42,6 +42,6 @@ class ServedLoad:
 
 
 def compare_loads(first: ServedLoad, second: ServedLoad) -> list[Difference]:
-    """All quantities that both know, in the order of the first."""
+    """All quantities that both have, in the order of the first."""
     known = {(account, name) for account, name, _ in second.quantities()}
     return [each for each in differences(first.quantities(), second.quantities()) if (each.account, each.name) in known]

@@ -1,8 +1,8 @@
-"""How long a step of the engine takes: the matrices once for all its tokens, attention for each kind of them, the head and the
-picking; and what the host needs to start it.
+"""The time of an engine step: the GEMMs once for all its tokens, attention separately for prefill and decode, the head and the
+sampling; and the time the host needs to launch it.
 
-Costs are those of `cost.py`, times what was measured of the engine (`curves.py`). A played load asks for tens of thousands of
-steps, so parts are computed on a grid, eight sizes to each doubling, kept, and interpolated.
+Costs are those of `cost.py`, times the measured factors of the engine (`curves.py`). A simulated load asks for tens of thousands of
+steps, so each part is computed on a grid of eight sizes per doubling, cached, and interpolated.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from shardwise.run.weights import BYTES
 from shardwise.schedules.serving.settings import graph_sizes, is_short, shared_sizes
 
 GRID = 8
-"""Sizes to each doubling."""
+"""Sizes per doubling."""
 FEW = 512
-"""Tokens up to which a step mostly reads matrices, as decoding does."""
+"""Up to this many tokens a step mostly reads weights, as decode does."""
 TILE = 64
-"""Queries that attention takes at a time: fewer take as long."""
+"""Queries per tile of attention: fewer take as long."""
 TOUCH = 16.0
-"""Keys that attention hardly notices."""
+"""So few keys that attention takes hardly any time."""
 COMPUTED = ("read", "matmul", "elementwise", "experts", "grouped")
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of a step: the host's until the device can begin, the host's while it launches kernels one by one, the device's."""
+    """Seconds of a step: of the host before the device can begin, of the host launching single kernels, of the device."""
 
     before: float
     launch: float
@@ -47,26 +47,26 @@ class Spent:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of steps of one engine with slots for so many sequences, by measured facts."""
+    """The time of steps of one engine with slots for `slots` sequences, by measured facts."""
 
     serving: Serving
     facts: EngineFacts
     slots: int = 256
     drafts: int = 0
-    """Guesses of a sequence that a step verifies."""
+    """Draft tokens per sequence that a step verifies."""
     _kept: dict[tuple[str, float, float], float] = field(default_factory=dict, compare=False)
 
     @property
     def gpu(self) -> bool:
-        """Whether there is a device that works while the host prepares the next step."""
+        """Whether a device computes while the host prepares the next step."""
         return self.serving.chip.name != "cpu"
 
     def of(self, decodes: int, keys: int, chunks: list[tuple[int, int]], sampled: int) -> Spent:
-        """A step of so many decoding sequences with so many tokens among them, and of chunks of prompts: tokens before, and new.
-        The next token of `sampled` sequences is picked."""
+        """A step of `decodes` decoding sequences with `keys` keys in all, and of prompt chunks as (tokens before, new tokens). It
+        samples `sampled` tokens."""
         facts, layers = self.facts.profile, self.serving.model.layers
         if not chunks:
-            # Recorded steps have few sizes; what is left over computes for no one.
+            # CUDA graphs are recorded for few sizes; the padding up to the next size is wasted.
             recorded = self._recorded(decodes) if self.gpu else decodes
             size, host = recorded or decodes, decodes * facts.serve_sequence
             device = self._decode(size, keys / size) + self._pick(size) + self._exchange(size)
@@ -82,7 +82,7 @@ class StepTime:
             device = self._decode(size, seen / size) + self._pick(size) + self._exchange(size)
             host = facts.serve_step + (decodes + len(chunks)) * facts.serve_sequence + new * facts.serve_token
             return Spent(host, 0.0, device)
-        # A token behind others attends as one that is decoded: the last of a prompt whose pages are known.
+        # A chunk of one token attends as a decoding token does: the last token of a prompt whose pages are cached.
         single = [before for before, count in chunks if count == 1]
         attending, attended = decodes + len(single), keys + sum(single) + len(single)
         chunks = [each for each in chunks if each[1] > 1]
@@ -101,8 +101,8 @@ class StepTime:
 
     @cached_property
     def _whole(self) -> float:
-        """The share of the matrices that a step of prompts computes: on a GPU the last layer stops behind its attention for all
-        tokens but those that are sampled."""
+        """The share of the GEMMs that a prefill step computes: on a GPU the last layer stops after its attention for all tokens
+        but those that are sampled."""
         m = self.serving.model
         if not self.gpu or m.attention == "latent" or m.experts:
             return 1.0
@@ -128,14 +128,14 @@ class StepTime:
 
     @cached_property
     def _shape(self) -> tuple[float, ...]:
-        """What a rank has of a layer, as far as it matters how fast it is."""
+        """The sizes of a rank's shard of a layer that determine its speed."""
         s, m = self.serving, self.serving.model
         ffn = m.expert_ffn * m.experts_per_token if m.experts else m.ffn
         kv_heads = 1.0 if m.attention == "latent" else max(1.0, m.kv_heads / s.tensor)
         return float(m.hidden), ffn / s.tensor, m.heads / s.tensor, kv_heads, float(m.head_dim)
 
     def _kept_at(self, kind: str, first: float, second: float, make: Callable[[float], float]) -> float:
-        """`make(second)`, between two sizes of the grid."""
+        """`make(second)`, interpolated between two sizes of the grid."""
         place = log2(max(second, 1.0)) * GRID
         below = floor(place)
         found = []
@@ -157,7 +157,7 @@ class StepTime:
         return self._kept[place]
 
     def _decode(self, sequences: float, keys: float) -> float:
-        """All layers of a step that gives each sequence a token."""
+        """All layers of a decode step, one token per sequence."""
 
         def make(length: float) -> float:
             return self._curves.decode(self._shape, sequences, length) * modelled_decode(
@@ -167,17 +167,17 @@ class StepTime:
         return self._kept_at("decode", sequences, keys, make)
 
     def _linear(self, tokens: float) -> float:
-        """All but attention, of a step of prompts, by the model."""
+        """A prefill step without its attention, by the cost model."""
         return self._kept_at("linear", 0.0, tokens, lambda size: _seconds(self.serving, _rows(size), False))
 
     def _prompt(self, count: float) -> float:
-        """Attention of a prompt to itself, by the model."""
+        """Attention of a prompt to itself, by the cost model."""
         return self._kept_at(
             "attention", 0.0, count, lambda size: _seconds(self.serving, Shape(1, size, size, False), True)
         )
 
     def _pick(self, rows: float) -> float:
-        """The head and the picking."""
+        """The head and the sampling."""
         s = self.serving
 
         def make(size: float) -> float:
@@ -187,7 +187,7 @@ class StepTime:
         return self._kept_at("pick", 0.0, rows, make) if rows else 0.0
 
     def _exchange(self, tokens: float) -> float:
-        """What ranks tell each other, by constants fitted to published engines."""
+        """Communication between ranks, by constants fitted to published engines."""
         s = self.serving
         if s.tensor * s.expert * s.pipeline == 1:
             return 0.0
@@ -207,7 +207,7 @@ class StepTime:
 
 
 def curves_of(facts: EngineFacts, weights: str) -> Curves:
-    """What was measured, against the cost model on the chip it was measured on."""
+    """The measurements relative to the cost model, on the chip where they were taken."""
     chip = replace(facts.chip, profile=None)
     cluster, dtype = make_cluster(chip, 1), "float32" if chip.name == "cpu" else "bfloat16"
     known = {point["weights"] for point in facts.profile.decode}
@@ -241,18 +241,18 @@ def curves_of(facts: EngineFacts, weights: str) -> Curves:
 
 
 def _kinds(s: Serving) -> list[tuple[bool, int]]:
-    """How many layers have experts, and how many have not."""
+    """The numbers of layers without and with routed experts."""
     counts = ((False, s.model.layers - s.routed_layers), (True, s.routed_layers))
     return [(routed, count) for routed, count in counts if count]
 
 
 def _rows(tokens: float) -> Shape:
-    """So many tokens, few as single ones and many as of one prompt."""
+    """A pass of `tokens` tokens: up to `FEW` as single tokens, more as one prompt."""
     return Shape(tokens, 1, 1, True) if tokens <= FEW else Shape(1, tokens, tokens, False)
 
 
 def _seconds(s: Serving, shape: Shape, attention: bool) -> float:
-    """Attention of all layers, or all else that a device computes, by the cost model."""
+    """Attention of all layers, or all their other computation, by the cost model."""
     total = 0.0
     for routed, count in _kinds(s):
         seconds = layer_cost(s, shape, routed=routed).seconds
@@ -261,12 +261,12 @@ def _seconds(s: Serving, shape: Shape, attention: bool) -> float:
 
 
 def modelled_decode(s: Serving, sequences: float, keys: float) -> float:
-    """All layers of a step that gives each sequence a token, by the cost model."""
+    """All layers of a decode step, by the cost model."""
     shape = Shape(sequences, 1, keys, True)
     return _seconds(s, shape, False) + _seconds(s, shape, True)
 
 
 def modelled_pick(s: Serving, vocab: float, rows: float) -> float:
-    """The head, and two passes over its scores, by the cost model."""
+    """The head, and two passes over its logits, by the cost model."""
     head = weight_gemm_seconds(s.chip, rows, vocab, s.model.hidden, s.head_weights)
     return head + 2 * float(memory_seconds(s.chip, rows * vocab * 4.0))

@@ -1,8 +1,8 @@
-"""A measured load beside the plan of it, quantity by quantity.
+"""Compares a measured load with its plan, quantity by quantity.
 
-What is counted must agree: requests and tokens always, steps, preemptions and pages where clients wait for their answers, since
-then time decides nothing. Memory and the size of the pool agree within 1%. Times are held against the plan's interval, and judged
-only when asked.
+Counts must agree: requests and tokens always; steps, preemptions and pages where each client waits for its response, since then the
+schedule does not depend on time. Memory and the size of the page pool must agree within 1%. Times are compared with the plan's
+interval, and fail the verdict only on request.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ TIMED = ("speed", "time")
 
 @dataclass(frozen=True)
 class LoadVerdict:
-    """A load, planned and measured."""
+    """A planned and measured load."""
 
     plan: ServingPlan
     measured: ServedLoad
 
     @property
     def differences(self) -> list[Difference]:
-        """Every quantity of both, the plan's first."""
+        """Every quantity that both have, the planned value first."""
         return compare_loads(self.plan.served, self.measured)
 
     def tolerance(self, time: float | None = None) -> Mapping[str, float]:
-        """Relative difference allowed by account; infinite where it is shown and not judged."""
+        """Allowed relative difference by account; infinite where it is only shown."""
         serve = self.plan.run.serve
-        # When requests come by the clock, steps depend on it; and on which guesses are right.
+        # When requests arrive at a rate, steps depend on time; with speculation, on which draft tokens are accepted.
         counted = math.inf if serve.rate or serve.speculate != "none" else 0.0
         timed = math.inf if time is None else time
         return {"load": 0.0, "engine": counted, "pool": 0.01, "memory": 0.01, **dict.fromkeys(TIMED, timed)}
 
     def agrees(self, time: float | None = None) -> bool:
-        """Whether the load was as planned."""
+        """Whether the load ran as planned."""
         allowed = self.tolerance(time)
         return all(abs(each.relative) <= allowed[each.account] for each in self.differences)
 
     def within(self, difference: Difference) -> bool | None:
-        """Whether a time is inside of the plan's interval; None of what is no time."""
+        """Whether a time is inside the plan's interval; None for a quantity that is not a time."""
         if difference.account not in TIMED or not (difference.first > 0 and difference.second > 0):
             return None
         return abs(math.log(difference.second / difference.first)) <= math.log1p(self.plan.facts.error)
 
     def notes(self) -> list[str]:
-        """What to know beside the table."""
+        """Notes to print below the table."""
         timed = [inside for each in self.differences if (inside := self.within(each)) is not None]
         share, facts = self.plan.facts.error, self.plan.facts
         return [
@@ -80,7 +80,7 @@ class LoadVerdict:
 
 
 def load_from_json(content: Any, where: str) -> ServedLoad:
-    """What `shardwise load --json` printed, or the `run` of what `verify --json` did."""
+    """The load from the output of `shardwise load --json`, or from the `run` key of `verify --json`."""
     numbers = ("requests", "failed", "input_tokens", "output_tokens", "output_tokens_per_s")
     points = [f"p{share}" for share in SHARES]
     known = isinstance(content, dict)

@@ -1,15 +1,15 @@
-"""What `fully_shard` moves on a rank beside its messages: shards are cast before they are gathered, what came is copied out of the
-message, gradients are added up and copied into the next one.
+"""The memory traffic of `fully_shard` on a rank beside its collectives: shards are cast before the all-gather, gathered parameters
+are copied out of its buffer, gradients are accumulated and copied into the buffer of the reduce-scatter.
 
-Bytes for each parameter, with w those of a gathered one, r of a gradient as it is reduced, p as it is held, of which a rank has a
-z-th (PyTorch's `_fsdp_collectives.py` and `_fsdp_param.py`):
-- to gather it: (p + w) / z to cast the shard, 2w / z into the message, 2w out of it. With ZeRO-1 and 2 once a step, with ZeRO-3 for
+Bytes for each parameter, with w the bytes of a gathered one, r of a gradient as it is reduced, p of a parameter as it is held; a
+rank holds a z-th of each (PyTorch's `_fsdp_collectives.py` and `_fsdp_param.py`):
+- to gather it: (p + w) / z to cast the shard, 2w / z into the buffer, 2w out of it. With ZeRO-1 and 2 once a step, with ZeRO-3 for
   every microbatch's forward and again for its backward pass.
-- its gradient, where it is reduced at once (ZeRO-2 and 3): w + r into the message, and 3p / z to add the shard to what earlier
-  microbatches left.
-- where it is reduced at the end of a step (ZeRO-1): the first microbatch's is cast, w + r; each further one added, w + 2r; the sum
-  is copied into the message, 2r. A step of one microbatch is as under ZeRO-2.
-- a shard that was reduced in other bits than parameters are held in is cast: (r + p) / z.
+- its gradient, where it is reduced at once (ZeRO-2 and 3): w + r into the buffer, and 3p / z to add the shard to that of earlier
+  microbatches.
+- its gradient, where it is reduced at the end of a step (ZeRO-1): the first microbatch's is cast, w + r; each further one is added,
+  w + 2r; the sum is copied into the buffer, 2r. A step of one microbatch is as under ZeRO-2.
+- a shard that was reduced in another dtype than parameters are held in is cast: (r + p) / z.
 `tests/measure/test_copies.py` counts these bytes in the trainer.
 """
 
@@ -31,13 +31,13 @@ class CopySeconds(NamedTuple):
     """In every microbatch."""
     backward: Number
     once: Number
-    """Once a step; less than nothing where the first microbatch has less to do than others."""
+    """Once a step; negative where the first microbatch has less to do than the others."""
     several: Number
     """Likewise, where a step has several microbatches."""
 
 
 def copy_seconds(job: Job, held: LocalNumel, messages: Number) -> CopySeconds:
-    """Of the parameters of a stage, which travel in so many messages."""
+    """Seconds for the parameters of a stage, which are sent in this many messages."""
     nothing = 0.0 * held.dense
     if not job.framework.fully_shard:
         return CopySeconds(nothing, nothing, nothing, nothing)
@@ -53,11 +53,11 @@ def copy_seconds(job: Job, held: LocalNumel, messages: Number) -> CopySeconds:
 
 
 def copied_bytes(job: Job, ranks: Number) -> CopySeconds:
-    """Bytes for each parameter, sharded over so many ranks."""
+    """Bytes for each parameter, sharded over this many ranks."""
     framework, learned = job.framework, job.learned
     gathered, reduced, held = framework.gather_bytes, framework.reduce_bytes, framework.parameter_bytes
     cast, moved = (held + gathered) * (held != gathered), gathered
-    if job.adapter.used:  # what is frozen is gathered as it is held
+    if job.adapter.used:  # frozen parameters are gathered as they are held
         cast, moved = 0.0, job.frozen_bytes
     gather = 2.0 * moved + (cast + 2.0 * moved) / ranks
     back, several = (reduced + held) * (reduced != held) / ranks, 0.0

@@ -1,4 +1,4 @@
-"""What sharding, replicating and updating the parameters of a stage takes, before anything overlaps with it."""
+"""Seconds to shard, replicate and update the parameters of a stage, before any overlap."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardwise.plan.time.handing import mirror_seconds
 from shardwise.plan.trainer.muon import seconds as muon_seconds
 
 OPTIMIZER_BYTES = 40.0
-"""Read and written for each parameter by AdamW: gradient, master copy and moments in float32, the norm's pass over the
+"""Bytes that AdamW reads and writes for each parameter: gradient, master copy and moments in float32, the norm's pass over the
 gradients, their zeroing, and the parameter written in 16 bits."""
 TENSORS = 8.0
 """Matrices and vectors of a layer, where each is a message of its own."""
 
 
 class DataSeconds(NamedTuple):
-    """Traffic of data parallelism and the optimizer's work for the parameters of one stage, before the constants."""
+    """Seconds of data-parallel traffic and of the optimizer for the parameters of one stage, before the fitted constants."""
 
     forward: Number
     """In every microbatch: ZeRO-3's all-gathers."""
@@ -31,31 +31,31 @@ class DataSeconds(NamedTuple):
     gather_once: Number
     """Once a step: updated parameters."""
     optimizer: Number
-    """Reading and writing the optimizer's state."""
+    """Reading and writing the optimizer state."""
     muon_gemms: Number = 0.0
     muon_passes: Number = 0.0
     muon_launches: Number = 0.0
     muon_shards: Number = 0.0
     muon_parts: Number = 0.0
-    """Of Muon, as `Orthogonalised` has them."""
+    """Of Muon: the fields of `MuonSeconds`, in order."""
     apart: Number = 0.0
-    """Once a step, behind the passes: gradients that replicas compress."""
+    """Once a step, after the passes: what replicas exchange where PyTorch's wrappers do not all-reduce it."""
     mirrored: Number = 0.0
     """Likewise: gradients of two pipeline ranks that hold the same stages."""
     copied_forward: Number = 0.0
     copied_backward: Number = 0.0
     copied_once: Number = 0.0
     copied_several: Number = 0.0
-    """Of `fully_shard`'s casts, copies and sums, as `CopySeconds` has them."""
+    """Of `fully_shard`'s casts, copies and sums: the fields of `CopySeconds`, in order."""
 
 
 def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> DataSeconds:
-    """What sharding and replicating the parameters of a stage, of so many dense and MoE layers, costs in traffic, before anything
-    overlaps with it; and what updating them takes."""
+    """Seconds of traffic to shard and replicate the parameters of a stage with this many dense and MoE layers, before any overlap;
+    and seconds to update them."""
     lay, framework, cluster = job.layout, job.framework, job.cluster
     zero, expert_zero = zero_groups(job)
 
-    # A message for each layer and one for the ends, so that many ranks that gather small layers wait for as many latencies.
+    # A message for each layer and one for the ends: many ranks that gather small layers wait for the latency of each.
     messages = (layers[0] + layers[1] + 1.0) * (TENSORS if framework.tensors_apart else 1.0)
 
     def sharded(kind: Collective, width: float, ranks: Number = zero, of_experts: Number = expert_zero) -> Number:

@@ -1,11 +1,11 @@
-"""Weeks, not steps: failures, checkpoints and restarts, and what the whole job costs in time, devices, energy and money.
+"""The whole job, not one step: failures, checkpoints and restarts, and the job's cost in time, devices, energy and money.
 
 M is the time between failures of the whole cluster, d the seconds that a checkpoint stalls training, r those of a restart.
-The interval that loses least is sqrt(2 d M) (Young 1974, Daly 2006); it is assumed of a run that does not say how often to
-checkpoint. An interval of T takes (M + r)(exp((T + d) / M) - 1) until it is done: as long as failures are rare, that is d,
-and for each failure half of T and the restart. Training waits only while the state is copied to the host's memory. Writing it
-takes w beside the training, so the interval is no shorter than w, and a failure also loses the w since the last whole
-checkpoint.
+The checkpoint interval that loses least time is sqrt(2 d M) (Young 1974, Daly 2006); it is assumed where a run does not say how
+often to checkpoint. An interval of T seconds takes (M + r)(exp((T + d) / M) - 1) until it is done: while failures are rare, the
+loss is d, and for each failure half of T and the restart. Training waits only while the state is copied to the host's memory.
+Writing it takes w seconds in the background, so the interval is no shorter than w, and a failure also loses the w since the last
+complete checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.hardware import Cluster
 from shardwise.run import Run
 
 NEVER = 40.0
-"""Failures in an interval at which counting stops: such a run does not end."""
+"""Expected failures in an interval at which counting stops: such a run does not end."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class JobCost:
     failures: float
     checkpoint_every_s: float
     checkpoint_stall_s: float
-    """That training waits for one."""
+    """Seconds that training waits for a checkpoint."""
     checkpoint_write_s: float
-    """Until it is on disk."""
+    """Seconds until a checkpoint is on disk."""
     usd_per_hour: float = 0.0
-    """Of all devices together; 0 where no price is known."""
+    """Price of all devices together; 0 where none is known."""
 
 
 def data_stall(run: Run, cluster: Cluster, step_seconds: float) -> float:
@@ -47,14 +47,14 @@ def data_stall(run: Run, cluster: Cluster, step_seconds: float) -> float:
 
 
 def reading_seconds(run: Run, cluster: Cluster, data_ranks: int, devices: int) -> float:
-    """Seconds in which a machine reads a batch. Each rank reads the samples of its data rank for itself."""
+    """Seconds in which a machine reads its samples of a batch. Each rank reads the samples of its data rank for itself."""
     width = 2 if run.model.vocab <= 2**16 else 4
     here = min(devices, cluster.per_node)
     return run.batch_tokens / data_ranks * width * here / (run.cluster.storage_gbs * 1e9)
 
 
 def job_cost(run: Run, cluster: Cluster, step_seconds: float, devices: int, checkpoint_bytes: float) -> JobCost:
-    """Time, devices, money and energy of all steps, with what failures and checkpoints take."""
+    """Time, devices, money and energy of all steps, including failures and checkpoints."""
     c = run.cluster
     machines = max(1.0, devices / cluster.per_node)
     between = c.mtbf_hours * 3600 / devices

@@ -1,5 +1,5 @@
-"""What two ranks of a pipeline send each other beside the residual stream: saved activations of BPipe's partners, and gradients of
-ranks that hold the same stages."""
+"""Traffic between two pipeline ranks beside the residual stream: saved activations of BPipe's partners, and gradients of ranks that
+hold the same stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.plan.cost.parameters import cast_copies, stage_parameters
 
 
 def handing_seconds(job: Job) -> float:
-    """Seconds in which partners of BPipe hand over what a microbatch saved on the first stage, without what went on from it."""
+    """Seconds in which BPipe's partners hand over a microbatch's saved tensors of the first stage, without its output."""
     if job.layout.schedule != "bpipe" or job.layout.pipeline < 4:  # fewer ranks have nothing to even out
         return 0.0
     dense, moe = job.stage_layers[0]
@@ -22,7 +22,7 @@ def handing_seconds(job: Job) -> float:
 
 
 def mirror_seconds(job: Job, size: Number) -> Number:
-    """Seconds in which the two ranks of a pipeline that hold the same stages add so many bytes of gradients; 0 where none do. The
+    """Seconds in which two pipeline ranks that hold the same stages all-reduce this many bytes of gradients; 0 where none do. The
     ranks at the two ends are the farthest apart."""
     if job.layout.directions == 1:
         return 0.0 * size

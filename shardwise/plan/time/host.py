@@ -1,8 +1,7 @@
-"""The time of what the host does for a device: optimizer states that it holds and updates (`train/optimizers/host_adamw.py`).
+"""The time of the host's work for a device: it holds the optimizer state and updates it (`train/optimizers/host_adamw.py`).
 
-Gradients leave while the backward pass runs. The update begins when it has ended and goes through the layers in the order of the
-forward pass, and the next forward pass follows it layer by layer: of the two, the slower sets the pace, and the other is late by a
-layer.
+Gradients leave the device during the backward pass. The update begins when that has ended and goes through the layers in forward
+order, and the next forward pass follows it layer by layer: the slower of the two sets the pace, and the other is late by a layer.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from shardwise.plan.cost.passes import Passes
 
 
 def exposed_update(job: Job, own: Passes) -> float:
-    """Seconds of a step that the device waits for the host, beside passes of a microbatch."""
+    """Seconds of a step that the device waits for the host, given the passes of a microbatch."""
     link, many, memory = link_of(job), job.microbatches, job.memory
     moved = host_bytes(job.model, int(job.width), several=many > 1)
     backward = float(own.backward_input + own.backward_weight)

@@ -1,8 +1,9 @@
 """The time of one step: the schedule's action list played with the seconds of each stage, the traffic of ZeRO and of the replicas
-beside it, the optimizer and what is left.
+beside it, the optimizer and the constant overhead.
 
-`prepare` asks the hardware how long everything takes; `step_times` combines that under the fitted constants. Large pipelines repeat
-themselves: beyond some microbatches each further round adds the same time. So a few rounds are played and the rest is extrapolated.
+`prepare` asks the hardware model how long everything takes; `step_times` combines that under the fitted constants. Large pipelines
+repeat themselves: beyond some microbatches each further round adds the same time. So a few rounds are played and the rest is
+extrapolated.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from shardwise.schedules import Cost, cached_schedule, rounds_to_play, time
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job with every time that only the hardware decides."""
+    """A job with all times that depend on the hardware alone, before the fitted constants."""
 
     job: Job
     kinds: list[int]
-    """Of each stage, which of the different stages below it is."""
+    """For each stage, its index in `stages` and `data`, which list only different stages."""
     stages: list[ModuleCost]
     data: list[DataSeconds]
     hop: float
 
 
 def prepare(job: Job) -> Prepared:
-    """Asks the hardware; once for stages that are alike."""
+    """Asks the hardware model, once for identical stages."""
     layers = job.stage_layers
     held = stage_parameters(job, layers)  # type: ignore[arg-type]
     shared = _layers_of_ranks(job, layers)
@@ -61,7 +62,7 @@ def prepare(job: Job) -> Prepared:
 
 
 def _layers_of_ranks(job: Job, layers: list[tuple[int, int]]) -> list[int]:
-    """For each stage the layers of its rank, where these share a recompute budget; else 0."""
+    """For each stage the number of layers of its rank, where these share a recompute budget; else 0."""
     if job.layout.recompute not in ("budget", "optimal"):
         return [0] * len(layers)
     placement = placement_of(job, len(layers))
@@ -84,11 +85,11 @@ class ZeroPasses(NamedTuple):
     backward_weight: Number
     exposed: Number
     copied: Number
-    """What `fully_shard` casts, copies and adds."""
+    """Seconds of `fully_shard`'s casts, copies and sums."""
 
 
 def with_zero(own: Passes, data: DataSeconds, constants: Constants, overlap: float = 1.0) -> ZeroPasses:
-    """Puts ZeRO's traffic beside the passes, so much of it under them, and its copies behind them."""
+    """The passes with ZeRO's traffic, of which the share `overlap` can hide under them, and with its copies."""
     ahead, behind = constants["memory"] * data.copied_forward, constants["memory"] * data.copied_backward
     forward, inputs, weights = own.forward + ahead, own.backward_input, own.backward_weight + behind
 
@@ -102,33 +103,33 @@ def with_zero(own: Passes, data: DataSeconds, constants: Constants, overlap: flo
 
 
 def slowdown(job: Job, constants: Constants) -> Number:
-    """How much longer a step takes where many machines wait for the slowest."""
+    """The factor by which a step takes longer where many machines wait for the slowest."""
     machines = np.maximum(job.layout.world / job.cluster.per_node, 1.0)
     return 1.0 + constants["jitter"] * np.log2(machines)
 
 
 def tail_seconds(job: Job, own: Passes, data: DataSeconds, constants: Constants) -> Number:
-    """Exposed traffic once a step, on a rank whose stages take and send so much together."""
+    """Seconds of exposed traffic once a step, on a rank whose stages together have these passes and this traffic."""
     once, gather = constants["data"] * data.once, constants["data"] * data.gather_once
     if job.framework.gradients_overlap:
         once = np.maximum(once - own.backward_input - own.backward_weight, constants["exposed"] * once)
     if job.framework.gather_overlap:
         gather = exposed(gather, own.forward, constants)
-    # Muon's matrices are gathered one by one, and each is waited for.
     hidden = hidden_seconds(job, own.forward + own.backward_input + own.backward_weight)
     once = once + np.maximum(constants["data"] * data.apart - hidden, 0.0)
     once = once + agreement_seconds(job)
     once = once + constants["pipeline"] * data.mirrored
+    # Muon's matrices are all-gathered one by one, and the step waits for each.
     return once + gather + constants["data"] * data.muon_shards + constants["tensor"] * data.muon_parts
 
 
 def copied_once(data: DataSeconds, microbatches: Number, constants: Constants) -> Number:
-    """What `fully_shard` casts, copies and adds once in a step of so many microbatches."""
+    """Seconds of `fully_shard`'s casts, copies and sums once in a step of this many microbatches."""
     return constants["memory"] * (data.copied_once + data.copied_several * (microbatches > 1))
 
 
 def update_seconds(job: Job, data: DataSeconds, constants: Constants) -> Number:
-    """The optimizer's own work on such a rank: what it reads and writes, and Muon's GEMMs."""
+    """Seconds of the optimizer's own work on such a rank: its reads and writes, and Muon's GEMMs."""
     device = constants["matmul"] * data.muon_gemms + constants["memory"] * data.muon_passes
     host = host_seconds(job, device, constants["launch"] * data.muon_launches)
     return constants["optimizer"] * data.optimizer + device + host
@@ -140,19 +141,19 @@ class _Costed(NamedTuple):
     prepared: Prepared
     constants: Constants
     own: list[Passes]
-    """Of each kind of stage, alone."""
+    """Of each kind of stage, without ZeRO."""
     zero: list[ZeroPasses]
     """Likewise, with ZeRO's traffic."""
     cost: Cost
     hop: float
     blocks: float
-    """Of a transfer, what the stages themselves wait for."""
+    """Seconds of a transfer that the stages themselves wait for."""
     handing: float
     """Seconds in which a microbatch's saved activations go to a partner, or come back."""
 
     @property
     def wire(self) -> float:
-        """Of a transfer, what only the receiver waits for."""
+        """Seconds of a transfer that only the receiver waits for."""
         return 0.0 if self.blocks else self.hop
 
 
@@ -172,7 +173,7 @@ def _costed(prepared: Prepared, constants: Constants | None = None) -> _Costed:
 
 @lru_cache(maxsize=192)
 def waves_of(name: str, ranks: int, microbatches: int, chunks: int) -> Waves:
-    """The waves of a schedule, remembered: a search plans what it has just played."""
+    """The waves of a schedule, cached: a search plans what it has just played."""
     return Waves(cached_schedule(name, ranks, microbatches, chunks))
 
 
@@ -183,8 +184,9 @@ def play(
     wires: Sequence[float],
     handings: Sequence[float] = (),
 ) -> list[float]:
-    """From the first forward to the last backward of a layout's schedule, or of enough of it, under each of the costs. Their
-    microbatches may differ where `rounds_to_play` does not. `handings` are seconds in which partners hand a microbatch over."""
+    """Seconds from the first forward to the last backward pass of a layout's schedule under each of the costs; long schedules are
+    played in part and extrapolated. The costs may differ in their microbatches as long as `rounds_to_play` is the same. `handings`
+    are seconds in which BPipe's partners hand a microbatch over."""
     if layout.pipeline == 1:
         each = [sum(map(sum, (cost.forward, cost.backward_input, cost.backward_weight))) for cost in costs]
         return [many * one for many, one in zip(microbatches, each, strict=True)]
@@ -197,7 +199,7 @@ def play(
         schedule = cached_schedule(name, ranks, number, chunks)
         return np.array([time(schedule, *each).makespan for each in zip(costs, wires, handings, strict=True)])
 
-    if layout.asynchronous:  # steps overlap: each adds what its microbatches add to a long list
+    if layout.asynchronous:  # steps overlap: a step takes what its microbatches add to a long schedule
         return ((played(4 * ranks) - played(3 * ranks)) / ranks * np.array(microbatches)).tolist()
     spans = played(count)
     if fewer:
@@ -209,7 +211,7 @@ def play(
 def step_time(
     prepared: Prepared, constants: Constants | None = None, play_one: Callable[[Job, Cost, float], float] | None = None
 ) -> Step:
-    """The step of one layout. `play_one` may stand in for playing the schedule."""
+    """The step of one layout. `play_one`, if given, replaces playing the schedule."""
     one, job = _costed(prepared, constants), prepared.job
     if play_one is not None:
         return _combined(one, play_one(job, one.cost, one.wire))
@@ -237,12 +239,12 @@ def step_times(many: Sequence[Prepared]) -> list[Step]:
 
 @dataclass(frozen=True)
 class Step:
-    """One step, taken apart."""
+    """One step and its parts."""
 
     seconds: float
     breakdown: dict[str, float]
     cost: Cost
-    """Of a microbatch's passes on each stage."""
+    """Seconds of a microbatch's passes on each stage."""
     placement: tuple[int, ...]
     """The pipeline rank of each stage."""
     hop: float
@@ -255,7 +257,7 @@ class Step:
 
 
 def _combined(one: _Costed, makespan: float) -> Step:
-    """The step whose schedule takes so long."""
+    """The step whose schedule takes `makespan` seconds."""
     prepared, constants, own, _, cost, hop, blocks, handing = one
     job, kinds = prepared.job, prepared.kinds
     lay, microbatches = job.layout, job.stage_microbatches
@@ -300,7 +302,7 @@ def _combined(one: _Costed, makespan: float) -> Step:
 
 
 def _forward_seconds(cost: Cost, placement: tuple[int, ...], microbatches: int, lay: LayoutConfig) -> float:
-    """Forward passes alone, microbatch behind microbatch: the pipeline fills, then its busiest rank sets the pace."""
+    """Seconds of forward passes alone, one microbatch after another: the pipeline fills, then its busiest rank sets the pace."""
     each = (sum(f for f, home in zip(cost.forward, placement, strict=True) if home == r) for r in range(lay.pipeline))
     return sum(cost.forward) / lay.directions + (microbatches - 1) * max(each)
 
@@ -328,10 +330,10 @@ def _parts(one: _Costed, stages: Sequence[int]) -> dict[str, float]:
 
 
 class RankTime(NamedTuple):
-    """What one pipeline rank does in a step, whatever it waits for."""
+    """The work of one pipeline rank in a step, without its waiting."""
 
     parts: dict[str, float]
-    """Seconds by category, exposed traffic among them, and of the optimizer."""
+    """Seconds by category, including exposed traffic and the optimizer."""
     launches: float
     """Kernels of all passes."""
 

@@ -1,7 +1,7 @@
 """The predicted timeline of a step: what each pipeline rank computes and sends, and when.
 
-Compute spans are the schedule's own actions. The traffic of an axis lies on a stream of its own, under the action it belongs to.
-Of a step of very many microbatches some can be left out, since they repeat earlier ones.
+Compute spans are the schedule's own actions. The traffic of an axis is on a stream of its own, at the time of its action. In a step
+of very many microbatches some can be left out, since they repeat earlier ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TRAFFIC = ("tensor", "context", "expert", "shard")
 
 
 def timeline(job: Job, most_microbatches: int = 0, known: tuple[Prepared, Step] | None = None) -> Timeline:
-    """One step; at most so many microbatches of it (0: all). Who has prepared and timed the job already gives that."""
+    """The timeline of one step, of at most this many microbatches (0: all). `known`: the job, if already prepared and timed."""
     prepared = known[0] if known else prepare(job)
     step = known[1] if known else step_time(prepared)
     count = min(job.microbatches, most_microbatches or job.microbatches)
@@ -41,7 +41,7 @@ def timeline(job: Job, most_microbatches: int = 0, known: tuple[Prepared, Step] 
 
 
 def _actions(prepared: Prepared, step: Step, count: int) -> Iterator[Span]:
-    """Compute spans of the schedule, and beside each the traffic that it exposes."""
+    """The compute spans of the schedule, and beside each its exposed traffic."""
     job, cost = prepared.job, step.cost
     lay = job.layout
     if lay.pipeline == 1:  # all stages of the rank as one
@@ -68,7 +68,7 @@ def _actions(prepared: Prepared, step: Step, count: int) -> Iterator[Span]:
 
 
 def _traffic_shares(prepared: Prepared) -> list[dict[str, float]]:
-    """Of each stage, the share of its passes that each axis' exposed traffic takes."""
+    """For each stage, the share of its passes that the exposed traffic of each axis takes."""
     constants, kinds = constants_of(prepared.job), []
     for stage in prepared.stages:
         own = passes(prepared.job, stage, constants)

@@ -1,8 +1,9 @@
 """One schedule played under many costs at once, for a search that compares layouts of the same schedule.
 
-What an action waits for does not depend on how long anything takes. So the actions fall into waves, each of which only needs those
-before it: at most one action a rank. A wave is then a few operations on arrays of (ranks, layouts). This is `schedules.time`, made
-fast: every number goes through the same additions and maxima, and tests/plan/test_waves.py holds the two equal to the last bit.
+Which action another one waits for does not depend on how long anything takes. So the actions are grouped into waves, each of which
+needs only earlier waves and has at most one action a rank. A wave is then a few operations on arrays of (ranks, layouts). This is
+`schedules.time`, made fast: every number goes through the same additions and maxima, and tests/plan/test_waves.py checks that the
+two are equal to the last bit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _KINDS[[ord(kind) for kind in _ROWS]] = list(_ROWS.values())
 
 
 class Waves:
-    """A schedule's actions in the order in which all of them can be played."""
+    """A schedule's actions in an order in which all of them can be played."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -31,11 +32,11 @@ class Waves:
         kind = _KINDS[np.frombuffer("".join(kinds).encode(), np.uint8)]
         stage = np.array(numbers, np.int64)
         slot = stage * m + np.array(microbatches, np.int64)
-        # What sends nothing to another stage: neither weight gradients nor what partners hand each other, here without delay.
+        # Actions that send nothing to another stage: weight gradients, and handovers, which take no time here.
         forward, weight = kind == _ROWS["F"], (kind == _ROWS["W"]) | (kind >= _ROWS["E"])
         hop = np.where(forward, np.array([*near, stages])[stage], np.array([stages, *near])[stage])
         hop[weight] = stages
-        # The action that each waits for: slots of activations, then those of gradients. Number `nothing` is always done.
+        # The action that makes each slot: slots of activations, then of gradients. Action `nothing` is always done.
         nothing, size = len(kind), (stages + 1) * m
         maker = np.full(2 * size, NOBODY)
         maker[:m] = maker[2 * size - m :] = nothing
@@ -58,7 +59,7 @@ class Waves:
         before[(ends - lengths)[some]] = nothing
         self.rows, self.hops = (kind * stages + stage)[order], hop[order]
         self.lasts = place[(ends - 1)[some]]
-        # What was done before on the rank, and what is waited for: that has arrived when its transfer is over.
+        # The previous action of the rank, and the awaited one, whose result has arrived when its transfer is over.
         pairs = np.stack([place[before[order]], place[awaited[order]]])
         apart = pairs + np.array([[0], [nothing + 1]])
         cuts = np.cumsum(np.bincount(wave)).tolist()
@@ -66,21 +67,21 @@ class Waves:
         self.waves = [(pairs[:, here], apart[:, here], here) for here in slices]
 
     def makespans(self, costs: Sequence[Cost], latencies: Sequence[float]) -> np.ndarray:
-        """From the first start to the last end under each of the costs, transfers between ranks taking `latencies`."""
+        """Seconds from the first start to the last end under each of the costs; transfers between ranks take `latencies`."""
         durations = np.array([[cost.of(kind) for kind in _ROWS] for cost in costs], np.float64)
         lengths = np.ascontiguousarray(durations.reshape(len(costs), -1).T)
         return self._played(lengths, np.asarray(latencies, float))
 
     def spans(self, stages: np.ndarray, wire: np.ndarray) -> np.ndarray:
-        """The same of costs that are arrays of [forward, for the input, for the weights; stage; layout]."""
+        """The makespans of costs given as arrays of [forward, backward for the input, for the weights; stage; layout]."""
         forward, inputs, weights = stages
         nothing = [np.zeros_like(forward)] * (len(_ROWS) - 4)  # handovers and updates
         return self._played(np.concatenate([forward, inputs, weights, inputs + weights, *nothing]), wire)
 
     def _played(self, lengths: np.ndarray, latencies: np.ndarray) -> np.ndarray:
-        """`lengths` are of [kind of action and stage, layout]."""
+        """The makespans; `lengths` has the shape [kinds of action x stages, layouts]."""
         stages, count, layouts = self.schedule.stages, len(self.rows), len(latencies)
-        if not latencies.any():  # what is done has arrived
+        if not latencies.any():  # a result arrives as soon as it is done
             done = np.zeros((count + 1, layouts))
             np.take(lengths, self.rows, 0, done[:count], "clip")
             for pair, _, here in self.waves:
@@ -102,7 +103,7 @@ class Waves:
 
 
 def _waves(schedule: Schedule, awaited: list[int], ends: list[int]) -> list[int]:
-    """The wave of each action: behind that of the action before it on its rank, and of the one that it waits for."""
+    """The wave of each action: after the wave of the previous action on its rank, and of the action that it waits for."""
     count = len(awaited)
     wave = [UNPLAYED] * count + [-1]
     asleep: dict[int, int] = {}

@@ -1,6 +1,6 @@
-"""What a rank recomputes to keep within a budget: whole layers, the largest first (`budget`), or of each layer the tensors that
-take least time to recompute for the bytes they spare (`optimal`, `cost/rematerialization.py`). By what the cost model says that
-a layer saves; the trainer asks here too."""
+"""What a rank recomputes to stay within a budget: whole layers, the largest first (`budget`), or in each layer the tensors that
+take the least time to recompute for the bytes they free (`optimal`, `cost/rematerialization.py`). Both use the cost model's
+estimate of the bytes that a layer saves. The trainer takes its choice from here too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHOLE, NOTHING = frozenset({"block"}), frozenset[str]()
 
 
 def recomputed(run: Run, layers: Sequence[int], entering: float) -> Mapping[int, frozenset[str]]:
-    """What is recomputed of these layers, all those of a rank, where so many bytes enter each."""
+    """The recomputed parts of each of these layers, which are all layers of a rank; `entering` bytes enter each layer."""
     kinds = tuple(run.model.is_moe(n) for n in layers)
     if run.memory.swaps and run.layout.recompute == "none":
         return {
@@ -43,7 +43,7 @@ def recomputed(run: Run, layers: Sequence[int], entering: float) -> Mapping[int,
 
 
 def saved_by_layers(run: Run, layers: Sequence[int], entering: float) -> float:
-    """Bytes that these layers of a rank still save of a microbatch: what a budget is for, by the same cost model."""
+    """Bytes that these layers of a rank still save for a microbatch, which a budget limits, by the same cost model."""
     m, chosen, plain = run.model, recomputed(run, layers, entering), _saves_all(run)
     if run.layout.recompute == "budget":
         return sum(entering if chosen[n] else _layer_saved(plain, m.is_moe(n)) for n in layers)
@@ -53,18 +53,18 @@ def saved_by_layers(run: Run, layers: Sequence[int], entering: float) -> float:
 
 
 class GreedyComparison(NamedTuple):
-    """What a rank rematerializes, beside whole layers."""
+    """What a rank rematerializes, compared with recomputing whole layers."""
 
     layers: dict[str, int]
-    """How many layers rematerialize a tensor, or send it elsewhere, by its name."""
+    """How many layers rematerialize or offload a tensor, by its name."""
     seconds: float
-    """That this takes for a microbatch."""
+    """Seconds that this takes for a microbatch."""
     greedy: float
-    """That the recomputation of as many whole layers as the same budget asks for takes."""
+    """Seconds to recompute whole layers instead, as many as the same budget requires."""
 
 
 def compare_with_greedy(run: Run, layers: Sequence[int], entering: float) -> GreedyComparison:
-    """What `optimal` takes for these layers of a rank, and what `budget` would, by the forward passes of their operations."""
+    """Seconds that `optimal` takes for these layers of a rank, and that `budget` would, from the forward passes of their ops."""
     job, m = job_of(run), run.model
     tensors = {moe: graph(job, routed=moe) for moe in {m.is_moe(n) for n in layers}}
     chosen = recomputed(run, layers, entering)
@@ -81,8 +81,8 @@ def compare_with_greedy(run: Run, layers: Sequence[int], entering: float) -> Gre
 
 @lru_cache(maxsize=16)
 def _optimal(run: Run, kinds: tuple[bool, ...]) -> tuple[frozenset[str], ...]:
-    """The dropped tensors of layers of these kinds. The device that the run is computed on does not change them, only the chip that
-    it is planned for; nor is it compiled."""
+    """The dropped tensors of layers of these kinds. They depend on the chip that the run is planned for, not on the device it runs
+    on, and not on whether it is compiled."""
     plain = _saves_all(run)
     job = job_of(replace(plain, memory=run.memory))
     known = {}
@@ -95,7 +95,7 @@ def _optimal(run: Run, kinds: tuple[bool, ...]) -> tuple[frozenset[str], ...]:
 
 
 def _may_leave(run: Run, moe: bool) -> frozenset[str]:
-    """The tensors of a layer that wait elsewhere where all do."""
+    """The tensors of a layer that leave the device where all that may be offloaded are."""
     m = run.model
     quantized = quantized_tensors(routed=moe, parallel_block=m.parallel_block, gated=m.gated, activation=m.activation)
     return swappable_tensors(quantized, attention=m.attention, context=run.layout.context)
@@ -112,5 +112,5 @@ def _saves_all(run: Run) -> Run:
 
 @lru_cache(maxsize=64)
 def _layer_saved(run: Run, moe: bool) -> float:
-    """Bytes that a layer saves by the cost model, remembered: every stage of every rank asks, for every budget tried."""
+    """Bytes that a layer saves by the cost model, cached: every stage of every rank asks, for every budget tried."""
     return layer_saved(job_of(run), routed=moe)

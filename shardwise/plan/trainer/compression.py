@@ -1,5 +1,5 @@
-"""What replicas that compress their gradients, or rarely speak, send each other in a step behind the warm-up, in the mean, and what
-they keep: the formulas of the headings of `parallel/compress` and `parallel/outer.py`. A part of `traffic.py` and `state.py`."""
+"""Traffic and state of replicas that compress their gradients, or synchronize rarely, averaged over the steps after the warm-up.
+The formulas are those in the headings of `parallel/compress` and `parallel/outer.py`. A part of `traffic.py` and `state.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwise.run.compression import (
 
 
 def exchange(wire: Wire) -> None:
-    """`compress/exchange.py`: the gradients that this rank holds, added up over replicas; or `outer.py`, once in a while."""
+    """`compress/exchange.py`: this rank's gradients, summed over replicas; or `outer.py`, once in `sync_every` steps."""
     planned, lay = wire.planned, wire.planned.run.layout
     if not lay.replicas_apart or planned.size("replicate") == 1:
         return
@@ -32,13 +32,13 @@ def exchange(wire: Wire) -> None:
     rarely = Wire(planned, wire.sent, every=lay.sync_every)
     for fragment in range(lay.sync_fragments):
         _added_up(rarely, _shapes(planned, fragment))
-    # Whether to stop, of which replicas agree whenever they speak.
+    # Replicas also agree on whether to stop, whenever they synchronize.
     spoken = {fragment * lay.sync_every // lay.sync_fragments for fragment in range(lay.sync_fragments)}
     rarely.all_reduce("replicate", SUM, times=len(spoken))
 
 
 def _added_up(wire: Wire, shapes: Counter[tuple[int, ...]]) -> None:
-    """Tensors of these shapes, each so often, added up over replicas."""
+    """Tensors summed over replicas, given as the count of each shape."""
     planned, lay = wire.planned, wire.planned.run.layout
     width = planned.high_width
     if lay.compress in BITS:
@@ -52,7 +52,7 @@ def _added_up(wire: Wire, shapes: Counter[tuple[int, ...]]) -> None:
         wire.all_gather("replicate", count * (width + INDEX), messages=2 if count else 0)
     elif lay.compress == "powersgd":
         low = {shape: count for shape, count in shapes.items() if has_low_rank(shape, lay.compress_rank)}
-        for side in (1, 2):  # of P its rows, of Q its columns
+        for side in (1, 2):  # P has the matrix's rows, Q its columns
             size = sum(n * as_matrices(s)[0] * as_matrices(s)[side] * lay.compress_rank for s, n in low.items())
             wire.all_reduce("replicate", size * width, messages=1 if size else 0)
         rest = sum(n * math.prod(shape) for shape, n in shapes.items() if shape not in low)
@@ -63,7 +63,7 @@ def _added_up(wire: Wire, shapes: Counter[tuple[int, ...]]) -> None:
 
 
 def _shapes(planned: PlannedRank, fragment: int | None = None) -> Counter[tuple[int, ...]]:
-    """The shapes of the gradients that a rank holds, without padding, each with how many there are; of one fragment or of all."""
+    """The shapes of the gradients that a rank holds, without padding, and the count of each; of one fragment or of all."""
     shapes: Counter[tuple[int, ...]] = Counter()
     for stage in planned.stages:
         held = [(layer, planned.layer_parameters(planned.run.model.is_moe(layer))) for layer in stage.layers]
@@ -84,7 +84,7 @@ def _shape(planned: PlannedRank, parameter: PlannedParameter) -> tuple[int, ...]
 
 
 def state_bytes(planned: PlannedRank, parameter: PlannedParameter) -> int:
-    """Bytes that a rank keeps for the gradient of a parameter: what was not sent yet, and where the next step starts from."""
+    """Bytes that a rank keeps for the gradient of a parameter: the unsent error, and what the next exchange starts from."""
     lay, shape = planned.run.layout, _shape(planned, parameter)
     numel = math.prod(shape)
     if planned.size("replicate") == 1 or not numel:

@@ -1,5 +1,5 @@
-"""What the two ends of the network and the way between its stages send: the embedding, the head, the loss, the residual stream. A
-part of `traffic.py`."""
+"""Traffic of the two ends of the network and between its stages: the embedding, the head, the loss, the residual stream. A part of
+`traffic.py`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from shardwise.plan.trainer.wire import Wire
 from shardwise.run.derive import chunk_bytes, chunk_rows
 
 TOKEN = 8
-"""Bytes of a token's number."""
+"""Bytes of a token id."""
 
 
 def ends(wire: Wire) -> None:
-    """`tensor.py`: the embedding is scattered forward and gathered backward, the head the other way round; and the loss."""
+    """`tensor.py`: reduce-scatter forward and all-gather backward for the embedding, the reverse for the head; and the loss."""
     planned, n = wire.planned, wire.planned.run.stage_microbatches
     numel = planned.local_tokens * planned.run.model.hidden
-    # Rows are looked up in the dtype of the embedding: that of the arithmetic only where gathering has cast it, or it is frozen.
+    # Rows have the embedding's dtype, which is the compute dtype only where the all-gather cast it or it is frozen.
     learns, backward = not planned.run.adapter.used, 0 if wire.forward_only else n
     looked_up = planned.width if planned.is_sharded or wire.frozen or not learns else planned.high_width
     for stage in planned.stages:
@@ -24,7 +24,7 @@ def ends(wire: Wire) -> None:
             wire.reduce_scatter("tensor", numel * looked_up, n)
             wire.all_gather("tensor", numel * looked_up, backward if learns else 0)
         if stage.last:
-            if planned.objective.scores:  # every rank scores its part of the sequence
+            if planned.objective.scores:  # every rank scores its slice of the sequence
                 wire.all_reduce("tensor", planned.tokens * planned.high_width, n)
             else:
                 _vocabulary(wire, numel * planned.width)
@@ -32,7 +32,7 @@ def ends(wire: Wire) -> None:
 
 
 def _vocabulary(wire: Wire, shard: int) -> None:
-    """The head's input gathered, its gradient scattered, and what the ranks say of their parts of the vocabulary."""
+    """The head's input all-gathered, its gradient reduce-scattered, and the results of each rank's slice of the vocabulary."""
     planned, n = wire.planned, wire.planned.run.stage_microbatches
     backward = 0 if wire.forward_only else n
     wire.all_gather("tensor", shard, n)
@@ -46,9 +46,9 @@ def _vocabulary(wire: Wire, shard: int) -> None:
         else -(-planned.tokens // chunk_rows(planned.tokens, most * planned.width, chunk_bytes(planned.run)))
     )
     teaches = wire.frozen and planned.objective.teacher
-    numbers = 2 if teaches else 2 + planned.targets  # the largest, the sum, and the logits of targets
+    numbers = 2 if teaches else 2 + planned.targets  # the max, the sum, and the logits of targets
     wire.all_reduce("tensor", numbers * planned.tokens * planned.high_width, n, messages=2 * chunks)
-    if teaches:  # each rank's largest logits, and their tokens
+    if teaches:  # each rank's largest logits, and their token ids
         wire.all_gather("tensor", (planned.targets - 1) * planned.tokens * (planned.high_width + TOKEN), n, messages=2)
 
 
@@ -57,14 +57,14 @@ def _document_sums(wire: Wire) -> None:
     planned = wire.planned
     sums = planned.objective.sums
     if wire.forward_only:
-        sums = planned.objective.forward_only if wire.adapted and not wire.frozen else 0  # of what is no reference
+        sums = planned.objective.forward_only if wire.adapted and not wire.frozen else 0  # not of a reference
     slots = planned.run.train.microbatch * planned.run.train.seq_len
     wire.all_reduce("context", sums * slots * planned.high_width, planned.run.stage_microbatches if sums else 0)
 
 
 def pipeline(wire: Wire) -> None:
-    """`pipeline.py`: the residual stream to the next stage and its gradient to the one before, where they are on other ranks; and
-    the sums of a tied embedding's gradients, and of two ranks with the same stages, in `gradients.py`."""
+    """`pipeline.py`: the residual stream is sent to the next stage and its gradient to the previous one, where these are on other
+    ranks. `gradients.py`: the gradients of a tied embedding, and of two ranks with the same stages, are all-reduced."""
     planned, m, home = wire.planned, wire.planned.run.model, wire.planned.placement
     for stage in planned.stages:
         sides = (stage.number + 1,) if wire.forward_only else (stage.number - 1, stage.number + 1)

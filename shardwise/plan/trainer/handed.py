@@ -1,4 +1,4 @@
-"""What a rank of a BPipe pipeline hands to its partner and gives back to it (`parallel/activations/handover.py`)."""
+"""The saved tensors that a rank of a BPipe pipeline sends to its partner and returns to it (`parallel/activations/handover.py`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardwise.schedules import evictions
 
 @lru_cache(maxsize=256)
 def handed_bytes(run: Run, rank: int, stage: int) -> int:
-    """Bytes that a stage of this rank, or of its partner, hands over of a microbatch: what it saved, without what went on to the
-    next stage."""
+    """Bytes that a stage of this rank, or of its partner, hands over for a microbatch: its saved tensors, without the output that
+    went on to the next stage."""
     planned = planned_rank(run, rank)
     away = planned.placement[stage] - planned.index("pipeline")
     home = planned_rank(run, rank + away * run.layout.world // run.layout.pipeline)
@@ -23,11 +23,11 @@ def handed_bytes(run: Run, rank: int, stage: int) -> int:
 
 
 def handed(wire: Wire) -> None:
-    """Microbatches that the rank evicts to its partner, and those of the partner that it gives back."""
+    """Microbatches that the rank evicts to its partner, and those of the partner that it sends back."""
     planned, run = wire.planned, wire.planned.run
     ranks, mine = run.layout.pipeline, planned.index("pipeline")
     for rank in {mine, ranks - 1 - mine}:
         if 2 * rank < ranks and (count := evictions(ranks, rank, run.accumulation)):
             wire.send("pipeline", handed_bytes(run, planned.rank, rank), count)
-            if rank == mine and run.model.experts:  # how much each is goes before it
+            if rank == mine and run.model.experts:  # the size of each goes before it
                 wire.send("pipeline", INTEGER, count)

@@ -1,5 +1,5 @@
-"""The memory of this project's trainer, rank by rank: what `state.py` knows to the byte, in the place of the estimates of
-`cost/memory.py`; and which moment of a step is the peak."""
+"""The memory of this project's trainer, rank by rank: the exact bytes of `state.py` in place of the estimates of `cost/memory.py`,
+and the moment of a step at which memory peaks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwise.run.sections.objective import FACTS
 
 
 def memory_of(run: Run, job: Job) -> Memory:
-    """The memory of a run as this job: exact where this project's trainer runs it and its formulas know the run, else estimated."""
+    """The memory of a run as this job: exact where this project's trainer runs it and its formulas cover it, else estimated."""
     if not _is_exact(run, job):
         return memory(job)
     ranks = _Ranks(run, job)
@@ -32,8 +32,8 @@ def memory_of(run: Run, job: Job) -> Memory:
 
 
 def memory_that_fits(run: Run, job: Job, most: float = math.inf) -> Memory | None:
-    """The memory of a run as this job, or None where it is more than a device has, or than `most`. Ranks near the ends of the
-    pipeline tell most of those that do not fit, in a fraction of the time that all ranks take."""
+    """The memory of a run as this job, or None where it exceeds the memory of a device, or `most`. Ranks near the ends of the
+    pipeline go first: they find most runs that do not fit, in a fraction of the time that all ranks take."""
     if not _is_exact(run, job):
         found = memory(job)
         return found if found.fits and found.peak <= most else None
@@ -47,12 +47,12 @@ def memory_that_fits(run: Run, job: Job, most: float = math.inf) -> Memory | Non
 
 
 class _Ranks:
-    """The ranks of a run, counted one by one. Of the many of a long pipeline few differ in more than what is in flight."""
+    """The ranks of a run, counted one by one. Most ranks of a long pipeline differ only in the microbatches in flight."""
 
     def __init__(self, run: Run, job: Job) -> None:
         self.run, self.job = run, job
         self.capacity = float(job.cluster.chip.memory) * (1.0 - job.headroom)
-        # The estimate has what these formulas do not know: the layers that ZeRO-3 gathers, and the buffers.
+        # The estimate provides what these formulas do not cover: the layers that ZeRO-3 gathers, and the buffers.
         self.estimated = dict.fromkeys(OWNERS, 0.0) | {
             "gathered": float(gathered_layers(job)),
             "buffers": float(buffers(job)),
@@ -73,14 +73,14 @@ def _is_exact(run: Run, job: Job) -> bool:
 
 
 def _rank_memory(place: PlannedRank, job: Job, estimated: Mapping[str, float], same: _Alike) -> dict[str, float]:
-    """Of one rank, by owner; of the estimate it takes the layers that ZeRO-3 gathers, and the buffers."""
+    """Bytes of one rank by owner; the layers that ZeRO-3 gathers, and the buffers, come from the estimate."""
     run, standing = place.run, same.standing
     owners = standing.owners | {"activations": state.activations_at(place, same.saves) * same.saved}
     if run.layout.gathers_each_pass and run.layout.shard * run.layout.context > 1:
-        # Besides, the layers of the moment; one that was prefetched is the first of them.
+        # Besides, the layers that are gathered at the moment; a prefetched one is the first of them.
         first = max(place.prefetched_shard(stage) for stage in place.stages) * place.size("zero")
         owners["gathered"] = max(owners["gathered"] - first, 0.0) + estimated["gathered"]
-    if run.memory.activations == "host":  # what is still on its way there when the forward pass ends
+    if run.memory.activations == "host":  # what is still being offloaded when the forward pass ends
         owners["activations"] += min(state.activations_away(place), IN_FLIGHT)
     owners["buffers"] = estimated["buffers"] + standing.transposed
     owners = {**estimated, **owners}
@@ -92,19 +92,19 @@ def _rank_memory(place: PlannedRank, job: Job, estimated: Mapping[str, float], s
 
 
 class _Standing(NamedTuple):
-    """What a rank holds whatever it recomputes."""
+    """Bytes of a rank that do not depend on what it recomputes."""
 
     owners: dict[str, float]
     last_gradient: float
-    """Bytes of the gradient that is made last."""
+    """Bytes of the gradient that is computed last."""
     transposed: float
     updating: dict[str, float]
-    """What differs when the largest matrix is updated."""
+    """The owners whose bytes differ while the largest matrix is updated."""
 
 
 @lru_cache(maxsize=64)
 def _standing(run: Run, rank: int) -> _Standing:
-    """Remembered, because a search asks for many runs that differ in what is recomputed alone."""
+    """Cached, because a search asks for many runs that differ only in what is recomputed."""
     place = planned_rank(run, rank)
     stays = state.state_bytes(run, rank)
     own = stays | dict(
@@ -126,14 +126,14 @@ class _Alike(NamedTuple):
     saved: float
     """Share of the saved activations that compiled layers really keep."""
     recomputed: float
-    """Bytes that the layer that is being recomputed holds for a moment."""
+    """Temporary bytes of the layer that is being recomputed."""
     behind: float
-    """Bytes saved by layers behind the last one that is recomputed: freed when that one is."""
+    """Bytes saved by the layers after the last recomputed one: freed by the time that one is recomputed."""
 
 
 def _alike(place: PlannedRank) -> _Alike:
     run, rank, lay = place.run, place.rank, place.run.layout
-    # Compute copies are kept where nothing is recomputed; else that is all the same to what stands.
+    # Compute copies are kept only where nothing is recomputed. Otherwise recomputation does not change `_Standing`.
     plain = dict(recompute="full", recompute_budget=0.0, recompute_operations=(), recompute_every=1)
     stands = run if place.keeps_compute_copies else replace(run, layout=replace(lay, **plain))  # type: ignore[arg-type]
     saves = state.saved_by_stages(place)
@@ -145,7 +145,7 @@ def _alike(place: PlannedRank) -> _Alike:
 
 
 def _saved_behind(place: PlannedRank) -> float:
-    """Bytes saved by the layers behind the last one that is recomputed."""
+    """Bytes saved by the layers after the last recomputed one."""
     run = place.run
     layers = list(place.layers())
     recomputed = [number for number, (_, flops) in enumerate(layers) if flops]
@@ -158,21 +158,21 @@ def _saved_behind(place: PlannedRank) -> float:
 
 @lru_cache(maxsize=64)
 def _layer_saved(run: Run, routed: bool) -> float:
-    """Bytes that a layer of a run saves, by the estimate; remembered, since every budget that is tried asks."""
+    """Bytes that a layer of a run saves, by the estimate; cached, since every budget that is tried asks."""
     return float(layer_activations(job_of(run), routed=routed)[0])
 
 
 def _peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:
-    """What is held at the peak: at the loss, in the last layer that is recomputed, or in the first.
+    """Bytes by owner at the peak: at the loss, in the last layer that is recomputed, or in the first.
 
-    The loss's tensors are gone when a layer is recomputed, and so is what the layers behind it had saved. In a step of one
-    microbatch gradients come only as the activations saved for them go.
+    When a layer is recomputed, the loss's tensors are freed, and so are the saved tensors of the layers after it. In a step of
+    one microbatch, gradients appear only as the activations saved for them are freed.
     """
     recomputed = same.recomputed
     if run.memory.hosts_optimizer:
         return _hosted_peak(owners, run, same)
     if run.accumulation == 1 and run.layout.pipeline == 1:
-        # Of a chunked loss the gradient of the head stays; of a whole one the probabilities, half of its tensors, go.
+        # A chunked loss keeps the gradient of the head; a full one frees the probabilities, half of its tensors.
         in_chunks = chunks_loss(run, gpu=planned_on_gpu(run)) or FACTS[run.objective.kind].logprobs
         saved = owners["activations"] - (0.0 if in_chunks else owners["logits"] / 2)
         made = max(owners["gradients"] - same.standing.last_gradient, 0.0)
@@ -188,8 +188,9 @@ def _peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:
 
 
 def _hosted_peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:
-    """The same where gradients go to the host: the head's is gone when the last layer is recomputed. Then those of layers behind
-    wait for their way, as many as may, while what these had saved is gone."""
+    """Bytes by owner at the peak where gradients go to the host. The head's gradient is gone when the last layer is recomputed.
+    Then the gradients of the layers after it wait for their transfer, up to the limit, while these layers' saved tensors are
+    freed."""
     moved, m = state.hosted(run), run.model
     in_chunks = chunks_loss(run, gpu=planned_on_gpu(run))
     head = min(m.head_rows * m.hidden * 4.0, moved.largest) if in_chunks else owners["logits"] / 2
@@ -206,7 +207,7 @@ def _hosted_peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, 
 
 
 def _updating(place: PlannedRank, stays: Mapping[str, int]) -> dict[str, float]:
-    """The moment when the largest matrix is updated: what the passes held is gone. AdamW needs nothing more then."""
+    """Bytes by owner while the largest matrix is updated: the tensors of the passes are freed. AdamW needs no more then."""
     made = muon.update_bytes(place) if place.run.train.optimizer == "muon" else 0
     gone = dict.fromkeys(("activations", "logits", "gathered"), 0.0)
     return gone | {"gradients": float(stays["gradients"]), "optimizer": float(stays["optimizer"] + made)}

@@ -1,6 +1,6 @@
-"""What Muon's orthogonalisation costs: every matrix of the layers is gathered and goes whole through the Newton-Schulz iteration of
-`train/optimizers/optimizer.py`, on every rank that holds a slice of it. Only different experts are different matrices, which stay
-with their ranks. With s and l a matrix's shorter and longer side, each of the 5 iterations takes
+"""The cost of Muon's orthogonalisation: every matrix of the layers is all-gathered, and every rank that holds a slice of it runs
+the Newton-Schulz iteration of `train/optimizers/optimizer.py` on the full matrix. Only experts are divided among ranks: each is a
+matrix of its own and stays with its rank. With s and l a matrix's shorter and longer side, each of the 5 iterations takes
 
     x xᵀ        s x s from l        its square   s x s from s        times x   s x l from s        in all 4 s s l + 2 s s s
 
@@ -24,7 +24,7 @@ from shardwise.run.parameters import Parameter, layer_parameters
 
 Number = Any
 LAUNCHES = 7.0
-"""Of a matrix, in those of the network: some 25 bare kernels, each a quarter of one that autograd and modules stand around."""
+"""Launches of a matrix, in launches of the network: some 25 bare kernels, each a quarter of one under autograd and modules."""
 
 
 def layer_matrices(model: ModelConfig, moe: bool) -> list[Parameter]:
@@ -33,7 +33,7 @@ def layer_matrices(model: ModelConfig, moe: bool) -> list[Parameter]:
 
 
 def gemms(matrix: Parameter) -> tuple[tuple[int, int, int], ...]:
-    """Those of one iteration on one matrix: rows, columns and inner side."""
+    """The GEMMs of one iteration on one matrix: rows, columns and inner dimension."""
     short, long = sorted(matrix.shape[-2:])
     return (short, short, long), (short, short, short), (short, long, short)
 
@@ -49,20 +49,20 @@ def flops(planned: PlannedRank) -> float:
 
 
 class MuonSeconds(NamedTuple):
-    """Seconds of a stage's matrices before the constants, once a step, and kernels launched."""
+    """Seconds a step for a stage's matrices, before the fitted constants, and the kernels launched."""
 
     gemms: Number = 0.0
     elementwise: Number = 0.0
-    """What is read and written beside the GEMMs."""
+    """Reads and writes beside the GEMMs."""
     launches: Number = 0.0
     gather_zero: Number = 0.0
-    """Gathering the shards of ZeRO."""
+    """All-gathering the shards of ZeRO."""
     gather_tensor: Number = 0.0
-    """Then the slices of the tensor ranks."""
+    """Then all-gathering the slices of the tensor ranks."""
 
 
 def seconds(job: Job, dense: Number, moe: Number) -> MuonSeconds:
-    """Of so many layers; none where the optimizer is another."""
+    """Seconds for this many dense and MoE layers; zero where the optimizer is another."""
     if not job.muon:
         return MuonSeconds()
     kinds = [(dense, False), (moe, True)] if job.model.experts else [(dense, False)]
@@ -71,7 +71,7 @@ def seconds(job: Job, dense: Number, moe: Number) -> MuonSeconds:
 
 
 def iteration_dtype(job: Job) -> str:
-    """The dtype that the trainer iterates in: that of the parameters, but on a GPU bfloat16 instead of float32."""
+    """The dtype of the trainer's iteration: that of the parameters, but on a GPU bfloat16 instead of float32."""
     held = "float64" if job.dtype == "float64" else "float32"
     chip = job.cluster.chip
     return "bfloat16" if held == "float32" and chip.name != "cpu" and "bfloat16" in chip.peak else held
@@ -86,7 +86,7 @@ def _layer(job: Job, moe: bool) -> MuonSeconds:
         stacked = job.model.experts / lay.expert if matrix.routed else 1.0
         once = sum(gemm_seconds(chip, m, n, k, dtype, count=stacked) for m, n, k in gemms(matrix))
         numel = stacked * matrix.shape[-2] * matrix.shape[-1]
-        # The norm, the division by it, and the casts to and fro.
+        # The norm, the division by it, and the casts both ways.
         moved = numel * (3 * item + (2 * (item + held) if item < held else 0.0))
         # Keys and values of fewer heads than tensor ranks are not cut, but count as if they were.
         cut = lay.expert_tensor if matrix.routed else matrix.tensor_dim is not None
@@ -104,14 +104,14 @@ def _layer(job: Job, moe: bool) -> MuonSeconds:
 
 
 def update_bytes(planned: PlannedRank) -> int:
-    """Peak bytes that updating one parameter holds for a moment, besides what stays: its slices while they are joined, or the whole
-    matrix beside the tensors of an iteration."""
+    """Peak temporary bytes while one parameter is updated: its slices while they are joined, or the full matrix beside the tensors
+    of an iteration."""
     peak, held, tensor = 0, planned.high_width, planned.size("tensor")
     item = 2 if planned.fused and held == 4 and not planned.run.layout.offload else held
     for parameter in {p for _, p in planned.parameters(outer=False) if p.entry.is_layer_matrix}:
         local, whole = parameter.numel, list(parameter.shape)
         ranks, _ = planned.sharding(parameter)
-        if ranks > 1:  # a shard, the same with padding, all of those, and the slice made of them
+        if ranks > 1:  # a shard, its padded copy, the shards of all ranks, and the slice made of them
             peak = max(peak, ((2 + ranks) * parameter.shard_numel(ranks) + local) * held)
         if parameter.tensor_dim is not None:
             whole[parameter.tensor_dim] *= tensor
@@ -124,7 +124,7 @@ def update_bytes(planned: PlannedRank) -> int:
 
 
 def gathered_matrices(wire: Wire) -> None:
-    """`train/optimizers/optimizer.py`: every matrix of the layers gathered, its shards, then the slices of the tensor ranks."""
+    """`train/optimizers/optimizer.py`: all-gathers of every matrix of the layers, first its ZeRO shards, then its tensor slices."""
     planned = wire.planned
     for count, parameter in planned.parameters(outer=False):
         if not parameter.entry.is_layer_matrix:

@@ -1,5 +1,5 @@
-"""One rank of a run as the trainer sets it up, without torch: its coordinates, its pipeline stages, what it recomputes, and the
-parameters it holds before ZeRO shards them. What `parallel/` decides with tensors; both read the same tables
+"""One rank of a run as the trainer sets it up, without torch: its coordinates, its pipeline stages, the parts it recomputes, and
+the parameters it holds before ZeRO shards them. `parallel/` makes the same decisions with tensors; both read the same tables
 (`run/parameters.py`, `run/coordinates.py`)."""
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shardwise.schedules import PASSES, Schedule, cached_schedule, fewer_rounds
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint8": 1}
 """Bytes of an element."""
 SCALE = 4
-"""Bytes of a scale of fp8 values."""
+"""Bytes of an fp8 scale."""
 
 
 def reference_run(run: Run) -> Run:
-    """The run of a frozen network beside the trained one, which may be a teacher with sizes of its own: sharded as ZeRO-3, since
-    nothing is kept for a backward pass."""
+    """The run of the frozen network beside the trained one: a reference, or a teacher with its own sizes. It is sharded as in
+    ZeRO-3, since it keeps nothing for a backward pass."""
     if FACTS[run.objective.kind].teacher:
         run = teacher_run(run)
     layout = replace(run.layout, zero=3, recompute="none", recompute_budget=0.0)
@@ -38,14 +38,14 @@ def reference_run(run: Run) -> Run:
 
 @dataclass(frozen=True)
 class PlannedParameter:
-    """A parameter as a rank holds it before sharding: its entry in the table, and what the tensor and expert axes leave of it."""
+    """A parameter as a rank holds it before ZeRO: its entry in the table, and its shape after the tensor and expert axes cut it."""
 
     entry: Parameter
     shape: tuple[int, ...]
     tensor_dim: int | None = None
-    """The dimension that the tensor axis has cut."""
+    """The dimension that the tensor axis cuts."""
     replicated_kv: bool = False
-    """Keys or values of fewer heads than tensor ranks: the rank holds all of them and uses the rows of one head."""
+    """A key or value projection with fewer heads than tensor ranks: the rank holds all heads and uses the rows of one."""
 
     @property
     def numel(self) -> int:
@@ -54,7 +54,7 @@ class PlannedParameter:
 
     @property
     def multiplied_numel(self) -> int:
-        """Weights in them that a GEMM reads."""
+        """Elements that a GEMM reads, counted after unpacking."""
         if not self.entry.multiplied:
             return 0
         numel = self.numel * self.entry.packed
@@ -62,12 +62,12 @@ class PlannedParameter:
 
     @property
     def group(self) -> str:
-        """The grouping of ranks that ZeRO shards it over."""
+        """The group of ranks that ZeRO shards it over."""
         return "expert_shard" if self.entry.routed else "zero"
 
     @property
     def is_gemm_weight(self) -> bool:
-        """Whether all that a rank holds of it is the matrix of a `Linear`."""
+        """Whether it is the matrix of a `Linear`, and the rank uses all that it holds of it."""
         return self.entry.is_linear and not self.replicated_kv
 
     @property
@@ -76,7 +76,7 @@ class PlannedParameter:
         return not self.entry.frozen
 
     def shard_numel(self, ranks: int) -> int:
-        """Elements of a shard: equal shares of the rows, padded; of experts, of whichever dimension divides."""
+        """Elements of a padded shard: an equal share of the rows; for experts, of the first dimension that divides evenly."""
         length, rest = self._sharded(ranks)
         return -(-length // ranks) * rest
 
@@ -95,7 +95,7 @@ class PlannedParameter:
         return shard_dim(self.shape, ranks) if self.entry.routed else 0
 
     def _sharded(self, ranks: int) -> tuple[int, int]:
-        """The length of that dimension, and of all others together."""
+        """The length of the sharded dimension, and the product of all others."""
         dim = self.shard_dim(ranks)
         return self.shape[dim], math.prod(self.shape[:dim] + self.shape[dim + 1 :])
 
@@ -119,7 +119,7 @@ class PlannedRank:
 
     @cached_property
     def coordinates(self) -> RankCoordinates:
-        """Where it stands in the layout."""
+        """Its coordinates in the layout."""
         return RankCoordinates(self.run.layout, self.rank)
 
     def size(self, group: str) -> int:
@@ -132,12 +132,12 @@ class PlannedRank:
 
     @cached_property
     def tokens(self) -> int:
-        """Of a microbatch, on a context rank."""
+        """Tokens of a microbatch on a context rank."""
         return self.run.train.microbatch * self.run.train.seq_len // self.run.layout.context
 
     @property
     def local_tokens(self) -> int:
-        """Of those, on a tensor rank between the matrices, where the sequence is cut too."""
+        """Tokens of a microbatch on a tensor rank between the GEMMs, where sequence parallelism cuts the sequence too."""
         return self.tokens // self.run.layout.tensor
 
     @property
@@ -152,26 +152,26 @@ class PlannedRank:
 
     @cached_property
     def fused(self) -> bool:
-        """Whether norms and attention have the kernels of a GPU."""
+        """Whether norms and attention use the fused GPU kernels."""
         return planned_on_gpu(self.run)
 
     def norm_saves_input(self, centered: bool) -> bool:
-        """Whether a norm saves its input as it is; an RMSNorm without a kernel saves what it makes of 16 bits in float32."""
+        """Whether a norm saves its input unchanged. An RMSNorm without a fused kernel saves a 16-bit input cast to float32."""
         return centered or self.fused or self.width >= 4
 
     @property
     def objective(self) -> ObjectiveFacts:
-        """What is known of the run's objective."""
+        """The facts about the run's objective."""
         return facts_of(self.run.objective)
 
     @property
     def targets(self) -> int:
-        """Tokens of each place whose log-probabilities the loss is made of."""
+        """Target tokens at each position whose log-probabilities the loss uses."""
         return targets_of(self.run.objective, self.run.model.vocab)
 
     @cached_property
     def chunked(self) -> bool:
-        """Whether the loss is made of some tokens at a time, with its gradients on the way."""
+        """Whether the loss runs over chunks of tokens and computes its gradients in the forward pass."""
         return chunks_loss(self.run, gpu=self.fused) and not self.objective.logprobs and not self.objective.scores
 
     @cached_property
@@ -181,32 +181,32 @@ class PlannedRank:
 
     @cached_property
     def high_width(self) -> int:
-        """Bytes of an element in high precision: of parameters and gradients as they are held, and of what 16 bits would spoil."""
+        """Bytes of an element in high precision: of held parameters and gradients, and of values that need more than 16 bits."""
         return max(4, self.width)
 
     def held_width(self, parameter: PlannedParameter) -> int:
-        """Bytes of a parameter's element as it is held: a frozen one in the dtype of the arithmetic, or in its own."""
+        """Bytes of a parameter's element as it is held; a frozen one has its own dtype, or else the compute dtype."""
         if parameter.entry.dtype:
             return WIDTHS[parameter.entry.dtype]
         return self.high_width if parameter.learns else self.width
 
     def casts(self, parameter: PlannedParameter) -> bool:
-        """Whether a parameter is cast where it is used: held in high precision, and not cast as it is gathered."""
+        """Whether a parameter is cast where it is used: it is held in high precision, and no all-gather casts it."""
         return parameter.learns and self.width < self.high_width and not self.is_sharded
 
     @property
     def reduce_width(self) -> int:
-        """Bytes of a gradient's element while it is added over ranks."""
+        """Bytes of a gradient's element while it is reduced over ranks."""
         return WIDTHS[self.run.train.reduce_dtype] if self.width < 4 else self.high_width
 
     @property
     def uses_ddp(self) -> bool:
-        """Whether ranks differ in nothing but their samples: then the replicas are DistributedDataParallel's."""
+        """Whether ranks differ only in their samples: then DistributedDataParallel handles the replicas."""
         return self.sharding_replicas == self.run.layout.world > 1 and not self.run.layout.offload
 
     @cached_property
     def sharding_replicas(self) -> int:
-        """Replicas that PyTorch's wrappers add gradients over; 1 where these exchange them by themselves."""
+        """Replicas over which PyTorch's wrappers reduce gradients; 1 where `parallel/compress` or `parallel/outer.py` does it."""
         return 1 if self.run.layout.replicas_apart else self.size("replicate")
 
     @cached_property
@@ -216,24 +216,25 @@ class PlannedRank:
         return over and not self.uses_ddp
 
     def sharding(self, parameter: PlannedParameter) -> tuple[int, int]:
-        """Over how many ranks a parameter is sharded, and the index of this one among them."""
+        """How many ranks a parameter is sharded over, and the index of this rank among them."""
         return (self.size(parameter.group), self.index(parameter.group)) if self.is_sharded else (1, 0)
 
     def uses_fp8_all_gather(self, parameter: PlannedParameter, ranks: int) -> bool:
-        """Whether a parameter is gathered in fp8 from its shards over so many ranks."""
+        """Whether a parameter that is sharded over this many ranks is all-gathered in fp8."""
         return parameter.is_gemm_weight and uses_fp8_all_gather(self.run, parameter.shape[0], parameter.shape[1], ranks)
 
     def gathered_shard(self, parameter: PlannedParameter, ranks: int) -> int:
-        """Bytes of a parameter's shard as it is gathered, with the scales of its rows where it has those."""
+        """Bytes of a parameter's shard as it is all-gathered, with its row scales where it has any."""
         numel = parameter.shard_numel(ranks)
         if not self.uses_fp8_all_gather(parameter, ranks):
             return numel * (self.held_width(parameter) if parameter.entry.dtype else self.width)
         return numel + (SCALE * parameter.shape[0] // ranks if self.run.train.fp8 == "rowwise" else 0)
 
     def prefetched_shard(self, stage: Stage) -> int:
-        """Bytes of a shard of the layer that `fully_shard` prefetches behind the last layer of a backward pass (see `traffic.py`).
-        First and last stages end in what is outside of the layers, and one layer is its own last: both are gathered still. A rank
-        that has no one to gather from copies a layer only when it is used. Asynchronous pipelines prefetch for no other pass."""
+        """Bytes of a shard of the layer that `fully_shard` prefetches after the last layer of a backward pass (see `traffic.py`).
+        0 on first and last stages, which end in parameters outside of the layers, and on a stage of one layer, which would prefetch
+        itself: these are still gathered. 0 without other ranks to gather from: such a rank copies a layer only when it is used. 0
+        in asynchronous pipelines, which prefetch nothing for another pass."""
         if stage.first or stage.last or len(stage.layers) < 2 or self.size("zero") == 1 or self.run.layout.asynchronous:
             return 0
         layer, ranks = self.layer_parameters(self.run.model.is_moe(stage.layers[-1])), self.size("zero")
@@ -241,7 +242,7 @@ class PlannedRank:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule computes gradients of inputs and of weights apart."""
+        """Whether the schedule computes input gradients and weight gradients in separate actions."""
         lay = self.run.layout
         nothing_deferred = (("dualpipe-v", 1, 1), ("dualpipe", 2, 2))
         size = lay.schedule, lay.pipeline, self.run.accumulation
@@ -249,8 +250,8 @@ class PlannedRank:
 
     @property
     def schedule(self) -> Schedule:
-        """The lists of the pipeline's actions, cut to a few rounds: more say nothing new here. But where the last round of an
-        interleaved schedule is not full it moves every round before it, so that one stays whole."""
+        """The pipeline's action lists, cut to a few rounds, since more rounds add nothing new here. Exception: a partial last round
+        of an interleaved schedule shifts every round before it, so that schedule is not cut."""
         lay, count = self.run.layout, self.run.accumulation
         if lay.schedule != "interleaved" or count % lay.pipeline == 0:
             count = fewer_rounds(lay.pipeline, count, 3)
@@ -277,15 +278,15 @@ class PlannedRank:
 
     @cached_property
     def kinds(self) -> tuple[tuple[bool, bool, int, int], ...]:
-        """Of each stage whether it is the first or the last, its layers, and how many of these are MoE layers, which come after the
-        dense ones: stages that are equal in this hold the same."""
+        """For each stage: whether it is the first, whether the last, its number of layers, and how many of these are MoE layers,
+        which come after the dense ones. Stages with equal entries hold the same."""
         is_moe, has_moe = self.run.model.is_moe, bool(self.run.model.experts)
         counts = (sum(map(is_moe, stage.layers)) if has_moe else 0 for stage in self.stages)
         return tuple((s.first, s.last, len(s.layers), moe) for s, moe in zip(self.stages, counts, strict=True))
 
     @cached_property
     def dry_stages(self) -> frozenset[int]:
-        """Numbers of the stages that at some time before their last backward pass have no microbatch between their passes."""
+        """Numbers of the stages that at some time before their last backward pass have no microbatch in flight."""
         depth = dict.fromkeys((stage.number for stage in self.stages), 0)
         empty, dry = set[int](), set[int]()
         for kind, stage, _ in self.schedule.ranks[self.index("pipeline")]:
@@ -293,7 +294,7 @@ class PlannedRank:
                 depth[stage] += 1
             elif kind in PASSES:
                 depth[stage] -= 1
-                if stage in empty:  # and here comes another
+                if stage in empty:  # it had run empty, and runs again
                     dry.add(stage)
                 if not depth[stage]:
                     empty.add(stage)
@@ -306,12 +307,12 @@ class PlannedRank:
 
     @cached_property
     def recomputed(self) -> dict[int, frozenset[str]]:
-        """The layers of this rank, each with the parts of it that are recomputed in the backward pass: of `block`, `attention` and
-        `ffn`, or single tensors (`cost/rematerialization.py`). Every n-th counts within a stage, as in the trainer; a budget is
-        the rank's, of all its stages together."""
+        """The layers of this rank, each with its parts that are recomputed in the backward pass: some of `block`, `attention` and
+        `ffn`, or single tensors (`cost/rematerialization.py`). `recompute_every` counts layers within a stage, as in the trainer; a
+        budget covers all stages of the rank together."""
         lay = self.run.layout
         saves = self.norm_saves_input(self.run.model.norm == "layernorm")
-        # What nobody saves is not recomputed: the norm's input, but for the norm.
+        # A tensor that no operation saves is not recomputed: the norm's input, unless the norm is recomputed from it.
         budget = recomputed(*self.of_budget)
         budgeted = {n: each if saves or "ffn_norm" in each else each - {"middle"} for n, each in budget.items()}
         parts = {
@@ -327,12 +328,12 @@ class PlannedRank:
 
     @property
     def of_budget(self) -> tuple[Run, list[int], float]:
-        """What a budget is for: the rank's layers, and the bytes that enter each."""
+        """The arguments of the functions in `budgeted.py`: the run, the rank's layers, and the bytes that enter each layer."""
         entering = self.tokens * self.run.model.hidden * self.width / self.run.layout.tensor
         return self.run, [layer for stage in self.stages for layer in stage.layers], entering
 
     def layers(self) -> Iterable[tuple[int, frozenset[str]]]:
-        """The same, one by one."""
+        """The layers of this rank and their recomputed parts, one by one."""
         return self.recomputed.items()
 
     def local(self, entries: tuple[Parameter, ...]) -> tuple[PlannedParameter, ...]:
@@ -357,12 +358,12 @@ class PlannedRank:
         return self._layer_tables[moe]
 
     def layer_parameters(self, moe: bool) -> tuple[PlannedParameter, ...]:
-        """The same without their names."""
+        """The parameters of one layer, in the order of the module."""
         return tuple(self._layer_tables[moe].values())
 
     def first_parameters(self, stage: Stage) -> tuple[PlannedParameter, ...]:
-        """The parameters of a stage before its layers. On another stage than the embedding, a tied head is a copy of it, which the
-        module holds in the embedding's place."""
+        """The parameters of a stage before its layers. On a stage without the embedding, a tied head is a copy of the embedding,
+        which the module holds as its own embedding."""
         entries = first_parameters(self.run.model, self.run.adapter)
         copied = stage.last and not stage.first and self.run.model.tied_embeddings
         return self.local(entries if stage.first else entries[:1] if copied else ())
@@ -381,8 +382,8 @@ class PlannedRank:
     def parameters(
         self, *, outer: bool = True, stages: tuple[Stage, ...] = ()
     ) -> Iterator[tuple[int, PlannedParameter]]:
-        """Every parameter of this rank, or of some stages, those of like layers together with their count; `outer`: also those
-        outside of the layers."""
+        """Every parameter of this rank, or of some of its stages; those of identical layers come once, with their count. `outer`:
+        also those outside of the layers."""
         whole, stages = not stages or stages == self.stages, stages or self.stages
         layers = sum(len(stage.layers) for stage in stages)
         routed = self.moe_layers if whole else sum(self.run.model.is_moe(n) for stage in stages for n in stage.layers)
@@ -396,5 +397,5 @@ class PlannedRank:
 
 @lru_cache(maxsize=8)
 def planned_rank(run: Run, rank: int) -> PlannedRank:
-    """The same, remembered for the many questions about one rank: what it derives is derived once."""
+    """A cached `PlannedRank`, so that what it derives is derived once for the many callers that ask about one rank."""
     return PlannedRank(run, rank)

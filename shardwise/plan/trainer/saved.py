@@ -1,40 +1,40 @@
-"""What a stage of this project's trainer saves in the forward pass of a microbatch for the backward pass, tensor by tensor.
+"""The tensors that a stage of this project's trainer saves in the forward pass of a microbatch for the backward pass, one by one.
 
-The rule is PyTorch's: an operation saves those of its inputs and results that its gradient needs, a tensor that several operations
-save counts once, and a part that is recomputed, or a rematerialized tensor, saves its inputs instead. What the modules
-of `model/` save, for n rows; w is the width of the arithmetic, W that of high precision (w, or 4 bytes):
+The rule is PyTorch's: an operation saves those of its inputs and results that its gradient needs, and a tensor that several
+operations save counts once. A recomputed part, or a rematerialized tensor, saves its inputs instead. The saved tensors of the
+modules of `model/`, for n rows; w is the width of the compute dtype, W that of high precision (w, or 4 bytes):
 
-    linear       its input, gathered over the tensor ranks where it is; and the cast copy of its weight, where parameters are
-                 held in high precision and `fully_shard` has not cast them as it gathered them. In fp8 its weight
-                 transposed, unless it was gathered so; with one scale a tensor the transposed fp8 input instead of
-                 the input; and the scales
-    rms norm     fused (CUDA): input and n W. Composed of small operations (CPU): the input and the input divided by its
-                 length, both in high precision, and n W
+    linear       its input, or this rank's shard of an input that was gathered over the tensor ranks; and the cast copy of its
+                 weight, where parameters are held in high precision and `fully_shard`'s all-gather has not cast them. In fp8:
+                 the transposed weight, unless it was gathered in fp8; the transposed fp8 input instead of the input, with one
+                 scale a tensor; and the scales
+    rms norm     fused (CUDA): input and n W. Composed of small operations (CPU): the input and the normalized input, both in
+                 high precision, and n W
     layer norm   input, means and deviations: 2 n w
     rope         cosines and sines, once for all layers
-    alibi        nothing; a layer that is recomputed the elements of queries and keys, once for all layers
-    attention    queries, keys, values, output and the log-sum-exp of each row; where PyTorch has no fused kernel queries,
-                 keys, values in high precision, and the whole matrix of scores; a mask of its own in each layer where
-                 there is a window, unless varlen attention takes the window (CUDA, 16 bits)
+    alibi        nothing; with recomputed layers its elements of queries and keys, once for all layers
+    attention    queries, keys, values, output and the log-sum-exp of each row. Without a fused kernel in PyTorch: queries,
+                 keys, values in high precision, and the full score matrix. With a window: a mask in each layer, unless
+                 varlen attention takes the window (CUDA, 16 bits)
       ring       the same; its output is copied for the output projection
-      ulysses    the same of some heads over the whole sequence, the order of tokens, and the output sent back
+      ulysses    the same for some heads over the whole sequence, the token order, and the output after its all-to-all
       gather     keys and values of the whole sequence, in order, and a mask
-    gate, up     silu and gelu save their input, their product with `up` both factors; relu saves its result
-    router       its input in high precision, or as it is where it has its own GEMM (CUDA, bfloat16); scores, choices, weights
-    experts      rows in the order of their experts, what gate and up save of them, and the results of each token, to be weighed;
-                 the order and its inverse, or the index of each choice alone where kernels dispatch the rows (CUDA)
-    loss         probabilities of the vocabulary in high precision; over tensor ranks also which targets are local. In chunks: the
-                 gradients of its input and, in high precision, of the head's matrix. Of log-probabilities: its input, and of
-                 each token the log-sum-exp and a gradient, or one of each target; with a teacher also these targets
+    gate, up     silu and gelu save their input, the product with `up` saves both factors; relu saves its result
+    router       its input in high precision, or unchanged where it has its own GEMM (CUDA, bfloat16); scores, choices, weights
+    experts      rows sorted by expert, the saved tensors of gate and up for these, and the expert outputs of each token before
+                 they are weighted; the order and its inverse, or only the index of each choice where kernels dispatch (CUDA)
+    loss         probabilities over the vocabulary in high precision; over tensor ranks also which targets are local. In chunks:
+                 the gradients of its input and, in high precision, of the head's matrix. From log-probabilities: its input, and
+                 for each token the log-sum-exp and the gradient of each target; with a teacher also the target ids
 
-Between stages: what came from the stage before, and what went to the one after.
-Of frozen parameters nothing is cast, and a frozen matrix does not save its input. Its adapter does, and what A makes of it, scaled.
-Two things a run does not say are assumed: routers choose all experts alike, unless the rows are given; and documents are
-not packed.
+Between stages: the input that came from the previous stage, and the output that went to the next.
+Frozen parameters are not cast, and a frozen matrix does not save its input. Its adapter saves the input, and A's scaled output.
+Two things that a run does not specify are assumed: routers choose all experts equally often, unless the rows are given; and
+documents are not packed.
 
-The cost model has saved bytes of its own (`Entry.saved` in `plan/cost/ops.py`): closed forms for any framework and for many
-layouts at once, operation by operation, so blind to tensors that two operations share. They can't be derived from this list; a
-test holds the two to each other.
+The cost model has saved bytes of its own (`Op.saved` in `plan/cost/ops.py`): closed forms for any framework and for many layouts
+at once. They go operation by operation, so they do not see that two operations share a tensor, and can't be derived from this
+list; a test compares the two.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from shardwise.run.saved_tensors import quantized_tensors
 Rows = Mapping[int, tuple[int, int]]
 """By MoE layer: rows that a rank has for the experts in a microbatch, and rows that reach the experts it holds."""
 FEW = 3
-"""Layers written down of many that are alike: each further one saves what the last of these does. Only the first ones share tensors
-with what was before them."""
+"""How many of a series of identical layers are listed: each further one saves the same as the last of these. Only the first ones
+share tensors with what came before them."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class Saved:
     deferred: int
     """Between the two halves of a split backward pass: inputs and output gradients of GEMMs, for the deferred weight gradients."""
     recomputed: int
-    """What a recomputed layer makes more for a moment."""
+    """Extra bytes that a recomputed layer holds while it is recomputed."""
     away: int = 0
-    """Elsewhere than on the device, between its forward and its backward pass."""
+    """Offloaded from the device, between its forward and its backward pass."""
 
 
 def block(tape: Tape, x: str, layer: int, rows: Rows | None) -> str:
-    """One layer; gives the name of its output."""
+    """One layer; returns the name of its output."""
     planned, m = tape.planned, tape.planned.run.model
     tokens = planned.local_tokens
     tape.parameters = planned.layer_table(m.is_moe(layer))
@@ -98,13 +98,13 @@ def block(tape: Tape, x: str, layer: int, rows: Rows | None) -> str:
                 moe(tape, normed, rows[layer] if rows else None)
         else:
             whole = gathered(tape, normed, "ffn input")
-            with tape.part("ffn", whole):  # gathered before it begins, so that is not recomputed
+            with tape.part("ffn", whole):  # the all-gather is before this part, so it is not recomputed
                 feed_forward(tape, whole, "ffn")
     return tape.make("out", tokens * m.hidden)
 
 
 def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved:
-    """What a stage saves for the backward pass of one microbatch."""
+    """Bytes that a stage saves for the backward pass of one microbatch."""
     run, m = planned.run, planned.run.model
     tape = Tape(planned)
     x = tape.make("input", planned.local_tokens * m.hidden)
@@ -163,7 +163,7 @@ def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved
 def _alike(
     layers: Mapping[int, frozenset[str]], is_moe: Callable[[int], bool], *, listed: bool
 ) -> Iterator[tuple[list[int], frozenset[str]]]:
-    """Layers in a row that save alike, with what is recomputed of them; each alone where they are `listed`."""
+    """Consecutive layers that save the same, with their recomputed parts; each layer alone where rows are `listed` by layer."""
     for (_, recomputed, _), some in groupby(
         layers, key=lambda layer: (is_moe(layer), layers[layer], layer if listed else 0)
     ):
@@ -171,7 +171,7 @@ def _alike(
 
 
 def _recomputed_bytes(tape: Tape, x: str, layer: int, rows: Rows | None) -> int | Fraction:
-    """What a layer saves when nothing is recomputed, over what it saves so."""
+    """Bytes that a layer saves without recomputation, minus the bytes that it saves with it."""
     sizes = []
     for recomputed in (frozenset[str](), tape.recomputed):
         alone = replace(tape, sizes={x: 0}, saved=set(), deferred={}, made={}, away={}, recomputed=recomputed)
@@ -181,7 +181,7 @@ def _recomputed_bytes(tape: Tape, x: str, layer: int, rows: Rows | None) -> int 
 
 
 def recomputed_parts(planned: PlannedRank, stage: Stage) -> dict[int, frozenset[str]]:
-    """The layers of a stage, each with the parts of it that are recomputed."""
+    """The layers of a stage, each with its recomputed parts."""
     lay, found = planned.run.layout, planned.recomputed
     norms = lay.recompute == "operations" and "norm" in lay.recompute_operations
     with_norms = stage.layers[:: lay.recompute_every] if norms else ()
@@ -194,7 +194,7 @@ def loss(tape: Tape, x: str) -> None:
     tape.parameters = {p.entry.name: p for p in planned.outer_parameters(stage)}
     head = planned.vocabulary(stage)
     normed = norm(tape, x, "norm", planned.local_tokens)
-    if planned.chunked:  # its gradients are made at once, those of its input and of the head's matrix
+    if planned.chunked:  # the gradients of its input and of the head are made in the forward pass
         tape.save_new("gradient of the head's input", planned.tokens * head.shape[1])
         if head.learns:
             tape.save_new("gradient of the head", head.numel, high)

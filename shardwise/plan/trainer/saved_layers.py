@@ -1,4 +1,4 @@
-"""What the parts of a layer save for the backward pass: linears and norms, attention with each way of cutting a sequence,
+"""The tensors that the parts of a layer save for the backward pass: linears and norms, attention with each context-parallel method,
 feed-forward layers; experts are in `saved_experts.py`. Shapes of weights come from the table of parameters; the rules are in the
 heading of `saved.py`."""
 
@@ -12,25 +12,25 @@ from shardwise.plan.trainer.tape import Tape
 from shardwise.run.derive import uses_fp8_all_gather, uses_fp8_gemm, uses_varlen_attention
 
 INDEX = 4
-"""Bytes of an index into a batch of rows: where an expert's rows end, where a choice lies."""
+"""Bytes of an index into a batch of rows: the end of an expert's rows, or the row of a choice."""
 
 
 def linear(tape: Tape, x: str, name: str, *, edge: bool = False, added: bool = False, joins: str = "") -> str:
-    """The GEMM of a weight with all tokens; gives the name of its output. At the `edge` of a part it may overlap with a tensor
-    collective. What is `added` to the output of a parallel block has its gradient, unless that is gathered from tensor ranks. An
-    adapter `joins` the output of a matrix, whose gradient it has."""
+    """The GEMM of a weight with all tokens; returns the name of its output. At the `edge` of a part it may overlap with a tensor
+    collective. An output that is `added` into that of a parallel block shares its gradient, unless that gradient is gathered over
+    tensor ranks. An adapter `joins` the output of a matrix, and shares its gradient."""
     planned, parameter = tape.planned, tape.parameters[f"{name}.weight"]
     rows, inner, weight = planned.tokens, parameter.shape[1] * parameter.entry.packed, parameter.multiplied_numel
     columns = weight // inner if inner else 0
     out = rows * columns
     if f"{name}.lora.A.weight" in tape.parameters:
-        if planned.run.adapter.dropout:  # a bit of what is multiplied with, and the product
+        if planned.run.adapter.dropout:  # a mask of one bit an element, and the masked input
             tape.save_new(f"{name} mask", -(-rows * inner // 8), 1)
             x = tape.make(f"{name} dropped", rows * inner)
         rescaled = f"{name}.lora.magnitude" in tape.parameters
         low = linear(tape, x, f"{name}.lora.A")
         linear(tape, low, f"{name}.lora.B", added=added and not rescaled, joins=f"{name} sum" if rescaled else name)
-        if rescaled:  # the sum and its factor, and the lengths that are divided by
+        if rescaled:  # the sum, its factor, and the row norms it is divided by
             tape.save_new(f"{name} sum", out)
             tape.save_new(f"{name} factor", columns)
             tape.save_new(f"{name} lengths", columns, planned.high_width)
@@ -62,7 +62,7 @@ def linear(tape: Tape, x: str, name: str, *, edge: bool = False, added: bool = F
 
 
 def norm(tape: Tape, x: str, name: str, rows: int) -> str:
-    """A norm of so many rows; gives the name of its output."""
+    """A norm of this many rows; returns the name of its output."""
     high, width = tape.planned.high_width, tape.parameters[f"{name}.weight"].numel
     centered = f"{name}.bias" in tape.parameters
     with tape.part("norm", x):
@@ -82,7 +82,7 @@ def norm(tape: Tape, x: str, name: str, rows: int) -> str:
 
 
 def gathered(tape: Tape, x: str, name: str) -> str:
-    """The sequence gathered from the tensor ranks."""
+    """The sequence all-gathered over the tensor ranks."""
     planned = tape.planned
     if planned.size("tensor") == 1:
         return x
@@ -93,7 +93,7 @@ def gathered(tape: Tape, x: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads as attention gets them, and the names of their tensors; `v` may be a part of a wider one."""
+    """The heads that attention receives, and the names of their tensors; `v` may be a slice of a wider tensor."""
 
     queries: int
     keys: int
@@ -105,7 +105,7 @@ class Heads:
 
 
 def attention(tape: Tape, x: str) -> str:
-    """From a whole sequence to the input of the output projection, whose name it gives."""
+    """Attention from its gathered input; returns the name of the input of the output projection."""
     heads = _latent(tape, x) if tape.planned.run.model.attention == "latent" else _grouped(tape, x)
     with tape.part("attention", heads.q, heads.k, heads.v):
         out = core(tape, heads)
@@ -132,11 +132,11 @@ def _grouped(tape: Tape, x: str) -> Heads:
 
 
 def _widen_gradients(tape: Tape, queries: int, keys: int) -> None:
-    """What is deferred of a rank's only head may be a view, which keeps a wider tensor: of several heads it is a copy."""
+    """The deferred gradient of a rank's only head may be a view, which keeps a wider tensor; of several heads it is a copy."""
     run, tokens = tape.planned.run, tape.planned.tokens
     m = run.model
-    views = not m.qk_norm and m.position in ("learned", "alibi")  # nothing makes another gradient of the keys
-    # Ring and gather send keys and values as one tensor; Ulysses sends each of them alone.
+    views = not m.qk_norm and m.position in ("learned", "alibi")  # no op after the projections makes a new one
+    # Ring and gather send keys and values as one tensor; Ulysses sends them separately.
     as_one = keys == 1 and tape.planned.size("context") > 1 and run.layout.context_method in ("ring", "gather")
     position = m.key_dim - m.head_dim  # the elements that ALiBi adds to a head
     more = {"q": position if queries == 1 and views else 0, "k": position if keys == 1 and views else 0}
@@ -156,7 +156,7 @@ def _latent(tape: Tape, x: str) -> Heads:
     if m.q_rank:
         source = norm(tape, linear(tape, x, "attention.q_down"), "attention.q_norm", tokens)
     linear(tape, source, "attention.q")
-    # The latent is a view of what the GEMM gave, and keeps all of it.
+    # The latent is a view of the GEMM's output, and keeps all of it.
     latent = norm(tape, linear(tape, x, "attention.kv_down"), "attention.kv_norm", tokens)
     kv = linear(tape, latent, "attention.kv")
     q, k = (tape.make(name, tokens * heads * m.head_dim) for name in "qk")
@@ -164,7 +164,7 @@ def _latent(tape: Tape, x: str) -> Heads:
 
 
 def core(tape: Tape, heads: Heads) -> str:
-    """Attention itself (`context.py`); gives the name of its output as the output projection takes it."""
+    """Attention itself (`context.py`); returns the name of its output as the output projection reads it."""
     planned, lay = tape.planned, tape.planned.run.layout
     c, batch, length = planned.size("context"), planned.run.train.microbatch, planned.run.train.seq_len
     flat = tape.make("attended", planned.tokens * heads.queries * heads.v_width)
@@ -192,10 +192,10 @@ def core(tape: Tape, heads: Heads) -> str:
 
 
 def fused_attention(tape: Tape, heads: Heads, out: str, queries: int, keys: int) -> str:
-    """One call of PyTorch's attention over so many tokens of each row; gives the name of its output."""
+    """One call of PyTorch's attention with this many queries and keys in each sequence; returns the name of its output."""
     m, batch, high = tape.planned.run.model, tape.planned.run.train.microbatch, tape.planned.high_width
     composed = _composes(tape, heads)
-    # The output projection copies what composed attention gives of several heads, and the copy stays.
+    # The output projection copies composed attention's output of several heads, and saves the copy.
     if not composed or heads.queries == 1:
         tape.rematerialized("attended", out, heads.q, heads.k, heads.v)
     if composed:
@@ -215,8 +215,8 @@ def fused_attention(tape: Tape, heads: Heads, out: str, queries: int, keys: int)
 
 
 def _composes(tape: Tape, heads: Heads) -> bool:
-    """Whether PyTorch has no fused kernel for these heads: on a CPU for values of another width; on a GPU for those in 16
-    bits that are no multiple of 8 wide, for groups of queries in float32, and for float64."""
+    """Whether PyTorch has no fused kernel for these heads. On a CPU: where values differ in width from keys. On a GPU: in 16 bits
+    where they differ and a width is no multiple of 8, in float32 with grouped queries, and in float64."""
     other = heads.width != heads.v_width
     if not tape.planned.fused:
         return other
@@ -232,12 +232,12 @@ def _composed_attention(tape: Tape, heads: Heads, queries: int, keys: int) -> No
     tape.save_new("scores", batch * heads.queries * queries * keys, high)
     if tape.low_precision or heads.keys != heads.queries or (batch > 1 and heads.queries > 1):
         tape.save_new("scaled v", batch * keys * heads.queries * heads.v_width, high)
-    else:  # the values of one row, or of one head, lie as the GEMM wants them; those of a group are repeated
+    else:  # values of one sequence or one head have the GEMM's memory layout; grouped ones are repeated
         tape.save(heads.v)
 
 
 def feed_forward(tape: Tape, x: str, name: str) -> None:
-    """Two matrices and the function between them, or three."""
+    """Two matrices, or three if gated, and the activation function between them."""
     m = tape.planned.run.model
     numel = tape.planned.tokens * tape.parameters[f"{name}.up.weight"].shape[0]
     inner = tape.make(f"{name} inner", numel)

@@ -1,4 +1,4 @@
-"""Secondary shards (`parallel/shard.py`): over how many ranks a parameter has them, and their bytes."""
+"""Secondary shards (`parallel/shard.py`): how many ranks a parameter has them over, and their bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
 
 
 def secondary_ranks(planned: PlannedRank, parameter: PlannedParameter) -> int:
-    """Over how many ranks a parameter of a layer has secondary shards; 1: it has none."""
+    """How many ranks a layer's parameter has secondary shards over; 1 if it has none."""
     lay = planned.run.layout
     if not parameter.entry.routed:
         return lay.secondary_shard
@@ -17,7 +17,7 @@ def secondary_ranks(planned: PlannedRank, parameter: PlannedParameter) -> int:
 
 def secondary_bytes(planned: PlannedRank, parameters: Iterable[PlannedParameter]) -> int:
     """Bytes of the secondary shards of parameters that were gathered for a forward pass."""
-    if planned.run.layout.secondary_shard <= 1:  # most runs, of which a search asks for layers by the thousand
+    if planned.run.layout.secondary_shard <= 1:  # most runs; a search calls this for thousands of layers
         return 0
     ranks = ((p, planned.size(p.group), secondary_ranks(planned, p)) for p in parameters)
     return sum(p.shard_numel(every) * every // few for p, every, few in ranks if few > 1) * planned.width

@@ -22,12 +22,13 @@ from shardwise.schedules import PASSES, Schedule, cached_schedule, fewer_rounds,
 def state_bytes(run: Run, rank: int) -> dict[str, int]:
     """Bytes of a rank's parameters, gradients after the backward passes, and optimizer state.
 
-    Parameters and gradients are float32, or float64 where the arithmetic is; frozen parameters have its dtype, no gradient and no
-    optimizer state. What compressed gradients have not sent yet goes with the latter. A matrix with a compute copy counts with it,
-    and its gradient has the dtype of the copy. `fully_shard` deals rows out in equal shares and pads the last ones, of parameters
-    and of gradients; optimizer state has no padding. Experts are sharded along a dimension that needs none, where they have one.
-    DistributedDataParallel's gradients are views of its buckets, which hold nothing else. A frozen network beside the trained one
-    counts among the parameters, in the dtype of the arithmetic; so do the earlier weights of an asynchronous pipeline.
+    Parameters and gradients are float32, or float64 where the compute dtype is; frozen parameters have the compute dtype, no
+    gradient and no optimizer state. The unsent errors of compressed gradients count as optimizer state. A matrix with a compute
+    copy counts with that copy, and its gradient has the dtype of the copy. `fully_shard` divides the rows of parameters and
+    gradients into equal shards and pads the last ones; optimizer state has no padding. Experts are sharded along a dimension that
+    needs no padding, where they have one. DistributedDataParallel's gradients are views of its buckets, which hold nothing else.
+    A frozen network beside the trained one counts among the parameters, in the compute dtype; so do the earlier weight versions of
+    an asynchronous pipeline.
     """
     planned = planned_rank(run, rank)
     low = planned.width
@@ -36,7 +37,7 @@ def state_bytes(run: Run, rank: int) -> dict[str, int]:
         ranks, index = planned.sharding(parameter)
         copied = planned.keeps_compute_copies and parameter.is_gemm_weight
         high = planned.held_width(parameter)
-        if run.memory.hosts_optimizer:  # which has the rest
+        if run.memory.hosts_optimizer:  # the host holds the rest
             parameters += count * parameter.numel * device_width(parameter.entry, low)
             continue
         parameters += count * (parameter.shard_numel(ranks) * high + parameter.numel * low * copied)
@@ -62,59 +63,60 @@ def weight_versions(planned: PlannedRank) -> int:
 
 
 def hosted(run: Run) -> HostBytes:
-    """What the host holds for the only rank of a run that has its optimizer; moments in files are not in its memory."""
+    """Bytes on the host where it runs the optimizer, for the run's only rank; moments in files are not in its memory."""
     found = host_bytes(run.model, WIDTHS[run.train.dtype], several=run.accumulation > 1)
     return found._replace(held=found.held - found.moments) if run.memory.on_disk else found
 
 
 def known(run: Run) -> bool:
-    """Whether these formulas hold for a run: not for what a compiler chooses to save, nor for what is offloaded to the host."""
+    """Whether these formulas hold for a run: not where a compiler chooses what to save, nor where `layout.offload` is on."""
     return not compiles(run, gpu=planned_on_gpu(run)) and not run.layout.offload
 
 
 def alike(planned: PlannedRank) -> tuple[object, ...]:
-    """Equal for the first ranks of two pipeline ranks that hold and recompute the same, but for how many microbatches are in
-    flight."""
+    """A key that is equal for two pipeline ranks, each represented by its first rank, that hold and recompute the same, apart from
+    the number of microbatches in flight."""
     return weight_versions(planned), planned.kinds
 
 
 def saved_by_stages(planned: PlannedRank) -> tuple[Saved, ...]:
-    """What each stage of a rank saves of a microbatch under an even load."""
+    """The bytes that each stage of a rank saves for a microbatch under an even load."""
     return tuple(_saved(planned).values())
 
 
 def made_for_gemms(planned: PlannedRank) -> int:
-    """Bytes of the largest matrix in 4 bits as a GEMM takes it, which is made for that moment."""
+    """Bytes of the largest 4-bit matrix after it is dequantized for its GEMM; the copy lives only that long."""
     sizes = (p.multiplied_numel for _, p in planned.parameters() if p.entry.packed > 1)
     return max(sizes, default=0) * planned.width
 
 
 def logits(planned: PlannedRank) -> int:
-    """Bytes of the loss's own tensors beside those that it saves, where a rank has the loss."""
+    """Bytes of the loss's temporary tensors beside its saved tensors, where a rank has the loss."""
     if not planned.stages[-1].last:
         return 0
     rows = planned.vocabulary(planned.stages[-1]).shape[0]
-    if planned.objective.scores:  # a number of each token
+    if planned.objective.scores:  # one number for each token
         return 2 * planned.tokens * planned.high_width
-    if planned.objective.logprobs:  # some logits, as they are and in high precision, and the gradient of the head
+    if planned.objective.logprobs:  # a chunk of logits, also in high precision, and the gradient of the head
         some = chunk_rows(planned.tokens, max(1, rows) * planned.high_width, chunk_bytes(planned.run))
         cast = planned.width + planned.high_width * (planned.width < planned.high_width)
         learns = planned.vocabulary(planned.stages[-1]).learns
         head = (some * cast + planned.run.model.hidden * planned.high_width * learns) * rows
         kept, at_loss = _of_targets(planned)
         return max(head + kept, at_loss) + _said_by_teacher(planned)
-    if planned.chunked:  # some logits, which become their gradient, and the head's matrix where it was cast
+    if planned.chunked:  # a chunk of logits, overwritten by their gradient, and the head's matrix if it was cast
         some = chunk_rows(planned.tokens, rows * planned.width, chunk_bytes(planned.run))
         cast = planned.casts(planned.vocabulary(planned.stages[-1]))
         return (some + (planned.run.model.hidden if cast else 0)) * rows * planned.width
-    # The probabilities are saved; beside them are twice as many elements, their gradient and that of the logits.
+    # The probabilities are saved; beside them are two tensors of their size: their gradient and that of the logits.
     return 2 * planned.tokens * rows * planned.high_width
 
 
 def _of_targets(planned: PlannedRank) -> tuple[int, int]:
-    """Bytes of what is made of several targets of each token (`model/logprobs.py`, `train/objectives/distill.py`). Beside a chunk
-    of logits: their numbers in the vocabulary and here, whether they count and are here, their logits and log-probabilities or
-    gradients. At the loss, when no logits are there, also both models' with all other tokens as one more, and terms of these."""
+    """Bytes of the tensors for several targets per token (`model/logprobs.py`, `train/objectives/distill.py`). Beside a chunk of
+    logits: the targets' ids in the vocabulary and in this rank's slice of it, masks of which count and which are local, their
+    logits, and their log-probabilities or gradients. At the loss, when no logits are held, also the log-probabilities of both
+    models with all other tokens as one more outcome, and terms computed from these."""
     if planned.targets == 1:
         return 0, 0
     count = planned.tokens * planned.targets
@@ -123,13 +125,13 @@ def _of_targets(planned: PlannedRank) -> tuple[int, int]:
 
 
 def _said_by_teacher(planned: PlannedRank) -> int:
-    """Bytes of what a teacher said of all microbatches of a step, which is known before the first is learned from."""
+    """Bytes of the teacher's tokens and log-probabilities of all microbatches of a step, made before the first is trained on."""
     each = (planned.targets - 1) * (INTEGER + planned.high_width)
     return planned.run.stage_microbatches * planned.tokens * each
 
 
 def saved_activations(run: Run, rank: int, rows: Rows | None = None) -> dict[int, int]:
-    """Bytes that one microbatch saves for its backward pass, by stage of this rank. `rows` tells how tokens were routed."""
+    """Bytes that one microbatch saves for its backward pass, by stage of this rank. `rows`: how tokens were routed."""
     planned = planned_rank(run, rank)
     return {stage.number: saved(planned, stage, rows).whole for stage in planned.stages}
 
@@ -138,9 +140,9 @@ _KNOWN: dict[tuple[object, ...], dict[tuple[object, ...], Saved]] = {}
 
 
 def _saved(planned: PlannedRank) -> dict[int, Saved]:
-    """`saved` of each stage under an even load, remembered: stages that are alike save alike."""
+    """`saved` of each stage under an even load, cached: identical stages save the same."""
     run, lay, is_moe = planned.run, planned.run.layout, planned.run.model.is_moe
-    # Where the stage is, and what ZeRO shards, make no difference to what it saves.
+    # The position of the stage and the ZeRO level make no difference to what it saves.
     cuts = (
         lay.context,
         lay.tensor,
@@ -181,7 +183,7 @@ def activations(run: Run, rank: int) -> int:
 
 
 def activations_at(planned: PlannedRank, each: Sequence[Saved] = ()) -> int:
-    """The same of a rank that is planned already, where it may be known what each of its stages saves."""
+    """Peak bytes that all microbatches in flight save on a planned rank; `each`: the saved bytes of its stages, if known."""
     run = planned.run
     saves = {stage.number: one for stage, one in zip(planned.stages, each or saved_by_stages(planned), strict=True)}
     if len(planned.placement) == 1:
@@ -189,7 +191,7 @@ def activations_at(planned: PlannedRank, each: Sequence[Saved] = ()) -> int:
     whole, deferred, handed = ([0] * len(planned.placement) for _ in range(3))
     residual = planned.residual
     for number, stage in saves.items():
-        # What a stage on this rank gives to the next one here is one tensor, which the first saves for longer.
+        # A stage's output and the next one's input, where both are here, are one tensor; the first saves it longer.
         given = number - 1 in saves and not run.layout.has_ends(number)[0]
         whole[number] = stage.whole - (residual if given else 0)
         deferred[number] = stage.deferred
@@ -201,7 +203,7 @@ def activations_at(planned: PlannedRank, each: Sequence[Saved] = ()) -> int:
 
 
 def activations_away(planned: PlannedRank) -> int:
-    """Peak bytes of those that wait elsewhere than on the device."""
+    """Peak bytes of the saved activations that are offloaded from the device."""
     saves = {number: stage.away for number, stage in _saved(planned).items()}
     if len(planned.placement) == 1:
         return saves[0]
@@ -212,17 +214,17 @@ def activations_away(planned: PlannedRank) -> int:
 
 
 def _short_schedule(run: Run) -> tuple[Schedule, float]:
-    """The run's schedule, or one of fewer microbatches; and how many times higher the peak of the whole one is."""
+    """The run's schedule, or one of fewer microbatches; and by what factor the peak of the full schedule is higher."""
     lay, n = run.layout, run.accumulation
     count = fewer_rounds(lay.pipeline, n, 4)
     schedule = cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank)
-    # These hold every microbatch.
+    # These schedules hold every microbatch.
     return schedule, n / count if lay.schedule in ("gpipe", "breadth-first") else 1.0
 
 
 def gathered(run: Run, rank: int) -> int:
-    """Peak bytes of unsharded parameters between two passes: all of them below ZeRO-3; there those outside of the layers, without
-    a pipeline, and with one the layers that were prefetched; beside these what secondary shards keep of layers."""
+    """Peak bytes of unsharded parameters between two passes. Below ZeRO-3: all of them. With ZeRO-3: those outside of the layers
+    without a pipeline, and the prefetched layers with one. The secondary shards of layers come on top."""
     planned = planned_rank(run, rank)
     if not planned.is_sharded:
         return 0
@@ -236,14 +238,15 @@ def gathered(run: Run, rank: int) -> int:
     for count, parameter in stays:
         ranks, _ = planned.sharding(parameter)
         alone = parameter.entry.routed and ranks == planned.sharding_replicas == 1 and not run.layout.offload
-        if not alone:  # experts that no other rank has a share of are not gathered
+        if not alone:  # experts that no other rank has a shard of are not gathered
             total += count * planned.gathered_shard(parameter, ranks) * ranks
     return total
 
 
 def _prefetched(planned: PlannedRank) -> int:
-    """Peak bytes of the layers that `fully_shard` holds between two passes: behind a backward pass it prefetches what was forward
-    before the pass that it takes this one for, the latest. The next forward pass shards it again, and leaves secondary shards."""
+    """Peak bytes of the layers that `fully_shard` holds between two passes. After a backward pass it prefetches the layer that ran
+    before the matching forward pass, which it takes to be the latest one. The next forward pass reshards that layer, and leaves
+    secondary shards."""
     sizes = {s.number: planned.prefetched_shard(s) * planned.size("zero") for s in planned.stages}
     is_moe = planned.run.model.is_moe
     near = {
@@ -270,8 +273,8 @@ def _prefetched(planned: PlannedRank) -> int:
 
 
 def passing_gradients(run: Run, rank: int) -> int:
-    """Bytes of the gradients that pass through the widest part of a layer while all that it saved is there: those of gate times up,
-    and of one of the two. A compiled layer makes them in place."""
+    """Bytes of the gradients in the widest part of a layer while all its saved tensors still exist: of the product of gate and up,
+    and of one of the two. A compiled layer computes them in place."""
     m, planned = run.model, planned_rank(run, rank)
     if compiles(run, gpu=planned_on_gpu(run)):
         return 0
@@ -280,7 +283,7 @@ def passing_gradients(run: Run, rank: int) -> int:
 
 
 def last_gradient(run: Run, rank: int) -> int:
-    """Bytes of the gradient that is made when all saved activations are gone: the embedding's."""
+    """Bytes of the gradient that is computed after all saved activations are freed: the embedding's."""
     planned = planned_rank(run, rank)
     if run.model.tied_embeddings or not planned.stages[0].first or run.memory.hosts_optimizer:
         return 0
@@ -291,16 +294,16 @@ def last_gradient(run: Run, rank: int) -> int:
 
 
 def transposed_gradient(run: Run, rank: int) -> int:
-    """Bytes of the second copy of a gradient that is sharded along another dimension than the first: `fully_shard` puts the shards
-    one behind the other before it scatters them, one matrix after the other."""
+    """Bytes of the second copy of a gradient that is sharded along a dimension other than the first: `fully_shard` makes its shards
+    contiguous before the reduce-scatter, one matrix at a time."""
     planned = planned_rank(run, rank)
     sizes = (p.numel for _, p in planned.parameters() if p.learns and p.shard_dim(planned.sharding(p)[0]))
     return max(sizes, default=0) * planned.width
 
 
 def peak_gradients(run: Run, rank: int, after: int | None = None) -> int:
-    """Peak bytes of gradients between two passes: unsharded ones where they are reduced once a step. It may be known how many there
-    are `after` all passes."""
+    """Peak bytes of gradients between two passes, which are unsharded where they are reduced once a step. `after`: their bytes
+    after all passes, if known."""
     planned = planned_rank(run, rank)
     if run.memory.hosts_optimizer:
         return gradients_in_flight(hosted(run))
@@ -318,7 +321,7 @@ def peak_gradients(run: Run, rank: int, after: int | None = None) -> int:
             shards = (count * p.shard_numel(planned.sharding(p)[0]) for count, p in own)
             whole = planned.reduce_width * sum(count * p.numel for count, p in own)
             if planned.splits_backward and planned.width < planned.reduce_width:
-                # Deferred gradients stay as they were computed until the stage's next backward pass, or the end, adds them up.
+                # Deferred gradients keep the compute dtype until the stage's next backward pass, or the end, sums them.
                 matrices = sum(count * p.numel for count, p in own if p.entry.is_linear)
                 whole += matrices * (planned.width - (0 if summed else planned.reduce_width))
             known[kind] = whole, planned.high_width * sum(shards)
@@ -338,7 +341,7 @@ def peak_gradients(run: Run, rank: int, after: int | None = None) -> int:
 
 
 def _add_up_deferred(planned: PlannedRank) -> frozenset[int]:
-    """Stages that have a backward pass after weight gradients of an earlier microbatch, which it adds up."""
+    """Stages with a backward pass after the weight gradients of an earlier microbatch, which that pass accumulates."""
     deferred, adding = set[int](), set[int]()
     for kind, stage, _ in planned.schedule.ranks[planned.index("pipeline")]:
         if kind in "IB" and stage in deferred:
@@ -349,8 +352,8 @@ def _add_up_deferred(planned: PlannedRank) -> frozenset[int]:
 
 
 def compiled_away(run: Run, rank: int) -> float:
-    """Share of the saved activations that a compiled layer does without: it recomputes the gate's function from the gate, in
-    experts as in dense layers."""
+    """Share of the saved activations that a compiled layer does not save: it recomputes the gate's activation function from the
+    gate, in experts as in dense layers."""
     planned = planned_rank(run, rank)
     if not run.model.gated:
         return 0.0

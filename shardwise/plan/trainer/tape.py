@@ -1,4 +1,4 @@
-"""The tensors of a stage by name and size, and which of them are saved for the backward pass: what `saved.py` writes down."""
+"""Records the tensors of a stage by name and size, and which of them are saved for the backward pass; `saved.py` fills it."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ class Tape:
     sizes: dict[str, int | Fraction] = field(default_factory=dict)
     saved: set[str] = field(default_factory=set)
     deferred: dict[str, int | Fraction] = field(default_factory=dict)
-    """Bytes of what the GEMMs need whose weight gradients can be deferred, by name: inputs and output gradients."""
+    """Bytes by name of the inputs and output gradients of GEMMs whose weight gradients can be deferred."""
     parameters: Mapping[str, PlannedParameter] = field(default_factory=dict)
-    """Of the present layer."""
+    """The parameters of the current layer, by name."""
     quantized: tuple[str, int] = ("", 0)
-    """The tensor that was quantised last, and how many were before: GEMMs in a row quantise their input once
+    """The tensor that was quantised last, and the count of quantised tensors: consecutive GEMMs quantise their common input once
     (`model/quantized/fp8.py`)."""
     recomputed: frozenset[str] = frozenset()
-    """Parts of the present layer that are recomputed in the backward pass."""
+    """Parts of the current layer that are recomputed in the backward pass."""
     shards: dict[str, str] = field(default_factory=dict)
-    """Of sequences gathered from tensor ranks, what is saved in their place (`parallel/activations/saving.py`)."""
+    """For each sequence gathered over tensor ranks, the shard that is saved instead (`parallel/activations/saving.py`)."""
     made: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of rematerialized tensors, their inputs (`parallel/activations/rematerialize.py`)."""
+    """The inputs of each rematerialized tensor (`parallel/activations/rematerialize.py`)."""
     away: dict[str, int | Fraction] = field(default_factory=dict)
-    """Bytes of tensors that wait elsewhere than on the device (`parallel/activations/swap.py`), if they are saved."""
+    """Bytes of tensors that are offloaded (`parallel/activations/swap.py`), if they are saved."""
     few_bits: frozenset[str] = frozenset()
-    """Tensors of the present layer that are kept in few bits (`parallel/activations/quantized.py`)."""
+    """Tensors of the current layer that are saved in few bits (`parallel/activations/quantized.py`)."""
     prefix: str = ""
     discarding: bool = False
 
     @property
     def low_precision(self) -> bool:
-        """Whether the arithmetic has 16 bits."""
+        """Whether the compute dtype has 16 bits."""
         return self.planned.width < 4
 
     @property
     def fused_dispatch(self) -> bool:
-        """Whether kernels put rows in the order of their experts (`model/moe/ops.py`)."""
+        """Whether kernels sort rows by expert (`model/moe/ops.py`)."""
         return self.planned.fused and self.planned.width < 8
 
     @property
@@ -59,7 +59,7 @@ class Tape:
         return self.planned.size("tensor") > 1 and self.planned.run.layout.async_tensor
 
     def make(self, name: str, numel: int | Fraction, width: int = 0) -> str:
-        """A tensor of the present layer; gives its name."""
+        """A tensor of the current layer; returns its name."""
         name = f"{self.prefix}{name}"
         self.sizes[name] = numel * (width or self.planned.width)
         return name
@@ -74,7 +74,7 @@ class Tape:
                     self.saved.add(name)
 
     def rematerialized(self, word: str, name: str, *inputs: str) -> None:
-        """A tensor that may be rematerialized from others, wait elsewhere, or be quantized."""
+        """A tensor that may be rematerialized from its inputs, offloaded, or quantized."""
         if word in self.recomputed:
             self.made[name] = inputs
         elif f"{ELSEWHERE}{word}" in self.recomputed:
@@ -89,7 +89,7 @@ class Tape:
         self.save(self.make(name, numel, width))
 
     def defer(self, source: str, result: str, size: int | Fraction) -> None:
-        """What a deferred weight gradient needs: the GEMM's input, and the gradient of its result, of so many bytes."""
+        """The needs of a deferred weight gradient: the GEMM's input, and the gradient of its result, of `size` bytes."""
         self.deferred[source] = self.sizes[source]
         self.deferred[f"{self.prefix}gradient of {result}"] = size
 
@@ -106,10 +106,10 @@ class Tape:
 
     @property
     def total(self) -> int | Fraction:
-        """Bytes of all that is saved."""
+        """Bytes of all saved tensors."""
         return sum(self.sizes[name] for name in self.saved)
 
     @property
     def total_away(self) -> int | Fraction:
-        """Bytes of those that wait elsewhere."""
+        """Bytes of the saved tensors that are offloaded."""
         return sum(self.away.get(name, 0) for name in self.saved)

@@ -8,10 +8,10 @@ Every formula is the one in the heading of the file of `shardwise/parallel` that
     all_to_all       of N bytes              (r-1)/r N when dealt out evenly
     send             of n bytes              n
 
-These are the bytes that the definition makes a rank send, whatever algorithm a library uses. They are exact, and tests hold them
-to a count of the trainer's own messages. Only how tokens are routed a run does not say: the load is taken as even, unless the
-rows moved are given. Messages are exact too, except for the buckets of DistributedDataParallel, which follow the order in
-which gradients come.
+These are the bytes that the definition of a collective makes a rank send, whatever algorithm a library uses. They are exact, and
+tests compare them with a count of the trainer's own messages. Only the routing of tokens is unknown before a run: the load is
+assumed to be even, unless the moved rows are given. Message counts are exact too, except for the buckets of
+DistributedDataParallel, which depend on the order in which gradients become ready.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from shardwise.run.derive import forward_passes, uses_fp8_gemm
 from shardwise.run.parameters import magnitude_of
 
 Moved = tuple[int, int]
-"""Rows that a rank sends to other expert ranks forward: its own there, and theirs back."""
+"""Rows that a rank sends to other expert ranks in forward passes: its own rows (dispatch), and their rows back (combine)."""
 LOAD = 4
-"""Bytes of an expert's load, which stays float32."""
+"""Bytes of an expert's load, which is always float32."""
 FIRST_MATRICES = ("q_down", "q", "k", "v", "kv_down", "gate", "up")
-"""Those that read the input of an attention or feed-forward part; of queries the first."""
+"""Matrices that read the input of an attention or feed-forward part; where there is a `q_down`, `q` does not."""
 CHUNKS = 2
-"""Messages that a tensor collective is cut into where it overlaps with GEMMs (`parallel/overlap.py`)."""
+"""Messages that a tensor collective is split into where it overlaps with GEMMs (`parallel/overlap.py`)."""
 
 
 def traffic(run: Run, rank: int | None = None, moved: Mapping[int, Moved] | None = None) -> Traffic:
-    """Bytes and messages of a rank in one step; without one, of the rank that sends most.
+    """Bytes and messages of a rank in one step; without `rank`, of the rank that sends most.
 
     `moved` gives, for each MoE layer of the rank, the rows it sends to other expert ranks in the forward passes of a step,
     dispatch and combine; without it the load is even.
@@ -61,8 +61,9 @@ def traffic(run: Run, rank: int | None = None, moved: Mapping[int, Moved] | None
 
 
 def _sends(place: PlannedRank) -> tuple[object, ...]:
-    """Equal for the first ranks of two pipeline ranks that send the same: their stages hold the same, have as many neighbours
-    on other ranks, and `fully_shard` prefetches the same in vain. What BPipe hands over is each rank's own."""
+    """A key that is equal for two pipeline ranks, each represented by its first rank, that send the same: their stages hold the
+    same, have the same number of neighbours on other ranks, and the same wasted prefetches of `fully_shard`. BPipe hands over a
+    different amount on each rank."""
     home, number = place.placement, place.index("pipeline")
     near = tuple(
         sum(home[n] != number for n in (s.number - 1, s.number + 1) if 0 <= n < len(home)) for s in place.stages
@@ -72,12 +73,12 @@ def _sends(place: PlannedRank) -> tuple[object, ...]:
 
 
 def first_ranks(run: Run) -> range:
-    """The first rank of every pipeline rank: shards are dealt out from there, so none of its peers holds more."""
+    """The first rank of every pipeline rank: shards are assigned from there on, so none of its peers holds more."""
     return range(0, run.layout.world, run.layout.world // run.layout.pipeline)
 
 
 def ledger(groups: Groups) -> Traffic:
-    """The ledger's record, groups named by their axis."""
+    """The ledger's record, with groups named by their axis."""
     size: dict[str, dict[str, float]] = {}
     messages: dict[str, dict[str, float]] = {}
     for (group, operation), sent in groups.items():
@@ -89,7 +90,7 @@ def ledger(groups: Groups) -> Traffic:
 
 
 def by_group(run: Run, rank: int, moved: Mapping[int, Moved] | None = None) -> Groups:
-    """The same by process group, to the byte."""
+    """Bytes and messages of a rank in one step by process group, to the byte."""
     return _by_group(PlannedRank(run, rank), moved)
 
 
@@ -101,17 +102,17 @@ def _by_group(place: PlannedRank, moved: Mapping[int, Moved] | None) -> Groups:
         _passes(Wire(PlannedRank(reference_run(run), rank), wire.sent, forward_only=True, frozen=True), None)
     for number in range(own):
         plain = replace(run, layout=replace(run.layout, recompute="none", recompute_budget=0.0))
-        # With adapters the first stand for a reference.
+        # With adapters, the first passes run without them: they are the reference.
         adapted = not run.adapter.used or number >= wire.planned.objective.reference
         _passes(Wire(PlannedRank(plain, rank), wire.sent, forward_only=True, adapted=adapted), None)
     for group in ("replicate", "shard", "context", "pipeline") if wire.planned.objective.forward_only else ():
-        wire.all_reduce(group, 2 * wire.planned.high_width)  # a sum and a count, of what these passes found
+        wire.all_reduce(group, 2 * wire.planned.high_width)  # a sum and a count over the results of these passes
     uncut_gradients(wire)
     exchange(wire)
     loads(wire)
     if run.train.optimizer == "muon":
         gathered_matrices(wire)
-    # The count of tokens and the wish to stop ahead of the passes, then the squared norm, the loss and what was measured.
+    # Before the passes the token count and the stop request; after them the squared norm, the loss and the metrics.
     agreeing = "replica" if run.layout.sync_every > 1 else "world"
     wire.all_reduce(agreeing, (4 + len(wire.planned.objective.metrics)) * SUM, messages=2)
     return wire.sent
@@ -125,7 +126,7 @@ def _passes(wire: Wire, moved: Mapping[int, Moved] | None) -> None:
 
 
 def data(wire: Wire) -> None:
-    """`shard.py`: parameters gathered, gradients scattered, and all-reduced over replicas."""
+    """`shard.py`: parameters all-gathered, gradients reduce-scattered, and all-reduced over replicas."""
     planned, is_moe = wire.planned, wire.planned.run.model.is_moe
     if planned.uses_ddp and not wire.forward_only:
         for stage in planned.stages:
@@ -136,9 +137,9 @@ def data(wire: Wire) -> None:
         return
     lay, n = planned.run.layout, planned.run.stage_microbatches
     once, both = not lay.gathers_each_pass, n if wire.forward_only else 2 * n
-    # Without a pipeline the backward pass follows at once, and what is outside of the layers stays gathered.
+    # Without a pipeline the backward pass follows at once, and parameters outside of the layers stay gathered.
     outer = n if lay.pipeline == 1 else both
-    if wire.forward_only and not wire.frozen:  # what stays gathered is there for the step
+    if wire.forward_only and not wire.frozen:  # what stays gathered is counted in the step's own passes
         if once:
             return
         outer = 0 if lay.pipeline == 1 else n
@@ -160,8 +161,9 @@ def data(wire: Wire) -> None:
 def _sharded(
     wire: Wire, parameters: Sequence[PlannedParameter], units: int, gathers: int, secondary: bool = False
 ) -> None:
-    """Like units of these parameters, gathered so often in a step, the experts in units of their own. `secondary`: whether
-    secondary shards are kept of them, where the layout has those; a pass that finds them there gathers from these alone."""
+    """`units` identical units of these parameters, each all-gathered `gathers` times in a step; experts form units of their own.
+    `secondary`: whether the unit keeps secondary shards, where the layout has these; a pass that finds them gathers from them
+    alone."""
     planned, run = wire.planned, wire.planned.run
     # Split backward passes leave the gradients unreduced until the end of a step.
     once = run.layout.zero == 1 or planned.splits_backward
@@ -196,11 +198,11 @@ def gathered_bytes(wire: Wire, unit: Sequence[PlannedParameter], ranks: int) -> 
 
 
 def _unused_prefetch(wire: Wire, stage: Stage) -> None:
-    """A layer that `fully_shard` prefetches and nobody uses.
+    """A layer that `fully_shard` prefetches and no pass uses.
 
-    While a layer's backward pass runs, it prefetches what was forward just before that layer. Before a stage's first layer that
-    is the end of an earlier microbatch, if there was one, and the pass after this one needs it. After the last backward pass
-    none does.
+    During a layer's backward pass, it prefetches the layer that ran forward just before that one. Before a stage's first layer,
+    that is the last layer of an earlier microbatch, if there was one, and the next pass needs it. After the last backward pass no
+    pass does.
     """
     planned = wire.planned
     kept = planned.run.layout.zero < 3 and planned.splits_backward
@@ -220,7 +222,7 @@ def _in_order(planned: PlannedRank, stage: Stage) -> Iterator[PlannedParameter]:
 
 
 def buckets(sizes: Iterable[int]) -> int:
-    """Messages of DistributedDataParallel for gradients of these bytes in the order they come."""
+    """Messages of DistributedDataParallel, one a bucket, for gradients of these sizes in the order they become ready."""
     count, held, limit = 0, 0, FIRST_BUCKET
     for size in sizes:
         held += size
@@ -230,7 +232,7 @@ def buckets(sizes: Iterable[int]) -> int:
 
 
 def layers(wire: Wire, moved: Mapping[int, Moved] | None) -> None:
-    """The traffic inside of the layers, forward, backward and recomputed. Like layers are added up together."""
+    """The traffic inside of the layers: forward, backward and recomputation. Identical layers are counted together."""
     planned, m = wire.planned, wire.planned.run.model
     counts: dict[tuple[bool, frozenset[str]], list[int]] = {}
     for layer, recomputed in planned.layers():
@@ -246,8 +248,8 @@ def layers(wire: Wire, moved: Mapping[int, Moved] | None) -> None:
         if block == once:
             regather_inputs(wire, calls, moe, "attention.")
         context(wire, core, block)
-        # Recomputation ends with the last tensor that the backward pass needs. That is the input of a layer's last matrix,
-        # so what follows is not sent once more; where it overlaps it is, since the GEMM is made while it is sent.
+        # Recomputation ends with the last tensor that the backward pass needs: the input of a layer's last matrix. So
+        # the collective after it is not repeated, except where it overlaps: there the GEMM runs with its collective.
         ffn = twice if recomputed & {"block", "ffn"} else once
         end = ffn if planned.run.layout.async_tensor else once
         row_lengths(wire, moe, "ffn.shared.down.weight" if moe else "ffn.down.weight", ffn)
@@ -256,7 +258,7 @@ def layers(wire: Wire, moved: Mapping[int, Moved] | None) -> None:
         if not moe:
             tensor(wire, block, end)
             if block == once:
-                # Where the part is recomputed, what is saved is its input, gathered.
+                # Where the part is recomputed, its saved tensor is its gathered input.
                 regather_inputs(wire, calls, moe, "ffn.", recomputed=ffn == twice)
             continue
         router(wire, ffn, once)
@@ -273,8 +275,8 @@ def layers(wire: Wire, moved: Mapping[int, Moved] | None) -> None:
 
 
 def tensor(wire: Wire, entering: Times, leaving: Times, overlapped: bool = True) -> None:
-    """`tensor.py`: a part's input gathered, its output reduced and scattered; backward the other way round. `overlapped`:
-    whether the first matrix takes its input chunk by chunk, where the layout asks for it."""
+    """`tensor.py`: a part's input is all-gathered, its output reduce-scattered; backward the other way round. `overlapped`:
+    whether the first GEMM reads its input chunk by chunk, where the layout asks for it."""
     planned, lay = wire.planned, wire.planned.run.layout
     shard = planned.local_tokens * planned.run.model.hidden * planned.width
     even = planned.run.train.seq_len // (lay.context * lay.tensor) % CHUNKS == 0
@@ -286,14 +288,14 @@ def tensor(wire: Wire, entering: Times, leaving: Times, overlapped: bool = True)
 
 
 def row_lengths(wire: Wire, moe: bool, name: str, times: Times) -> None:
-    """`model/adapters.py`: the squares of the rows of a matrix that is cut by columns and rescaled, over all of them."""
+    """`model/adapters.py`: the squared row norms of a matrix that DoRA rescales and that is cut by columns, all-reduced."""
     magnitude = wire.planned.layer_table(moe).get(magnitude_of(name))
     if magnitude is not None and wire.adapted:
         wire.all_reduce("tensor", magnitude.numel * wire.planned.high_width, times.forward)
 
 
 def regather_inputs(wire: Wire, calls: int, moe: bool, part: str, *, recomputed: bool = False) -> None:
-    """The input of a part's matrices gathered once more in the backward pass, if any of them needs it as it is
+    """The input of a part's matrices, all-gathered again in the backward pass if any of them needs it unchanged
     (`parallel/activations/saving.py`)."""
     planned = wire.planned
     if wire.forward_only:
@@ -314,7 +316,7 @@ def regather_inputs(wire: Wire, calls: int, moe: bool, part: str, *, recomputed:
 
 
 def context(wire: Wire, core: Times, block: Times) -> None:
-    """`context.py`: what attention needs from the other parts of a sequence."""
+    """`context.py`: the keys, values or heads that attention needs from the other slices of a sequence."""
     planned, m = wire.planned, wire.planned.run.model
     c, t = planned.size("context"), planned.size("tensor")
     heads = m.heads // t
@@ -323,7 +325,7 @@ def context(wire: Wire, core: Times, block: Times) -> None:
     match planned.run.layout.context_method:
         case "ring":
             wire.send("context", kv_heads * each, core.forward * (c - 1))
-            # Keys and values once more, and their gradients the full round home.
+            # Keys and values once more, and their gradients for the full round back to their rank.
             wire.send("context", kv_heads * each, core.backward * (c - 1 + c))
         case "gather":
             wire.all_gather("context", kv_heads * each, core.forward)
@@ -333,15 +335,15 @@ def context(wire: Wire, core: Times, block: Times) -> None:
             queries = planned.tokens * heads * m.key_dim * planned.width
             outputs = planned.tokens * heads * m.value_dim * planned.width
             wire.all_to_all("context", queries + dealt * each, core.forward + core.backward, messages=3)
-            # The last thing that attention does: recomputation of attention alone ends before.
+            # This is the last operation of attention: recomputation of attention alone ends before it.
             wire.all_to_all("context", outputs, block.forward + core.backward)
 
 
 def router(wire: Wire, ffn: Times, once: Times) -> None:
-    """`expert.py` without the rows of tokens: balance statistics, capacity, and experts cut over tensor ranks."""
+    """`expert.py`, all but the token rows: balance statistics, capacity, and experts cut over tensor ranks."""
     planned, lay, m = wire.planned, wire.planned.run.layout, wire.planned.run.model
     tokens = planned.local_tokens
-    # Tokens and probabilities of each expert in each sequence.
+    # The token count and the probability of each expert in each sequence.
     statistics = 2 * planned.run.train.microbatch * m.experts * planned.high_width
     wire.all_reduce("sequence", statistics, ffn.forward, messages=2)
     if m.expert_capacity:
@@ -358,15 +360,15 @@ def router(wire: Wire, ffn: Times, once: Times) -> None:
 
 
 def even_rows(planned: PlannedRank) -> Moved:
-    """Rows that a rank sends to others in a step's forward passes of one MoE layer."""
+    """Rows that a rank sends to others in a step's forward passes of one MoE layer, under an even load."""
     (dispatched, arrived), n = rows_to_experts(planned), planned.run.stage_microbatches
     stay = arrived // planned.run.layout.expert
     return n * (dispatched - stay), n * (arrived - stay)
 
 
 def dispatch(wire: Wire, ffn: Times, rows: Moved, calls: int) -> None:
-    """`expert.py`: rows dispatched to the ranks of their experts and combined, and the counts before; where the experts' adapters
-    draw dropout, with the numbers of their tokens."""
+    """`expert.py`: token rows dispatched to the ranks of their experts and combined, after their counts; where the experts'
+    adapters use dropout, the rows' token indices travel too."""
     planned = wire.planned
     wire.all_to_all("expert", planned.run.model.experts * INTEGER, ffn.forward)
     passes = Fraction(ffn.forward + ffn.backward, calls)
@@ -378,7 +380,7 @@ def dispatch(wire: Wire, ffn: Times, rows: Moved, calls: int) -> None:
 
 
 def uncut_gradients(wire: Wire) -> None:
-    """`gradients.py`: a parameter that is not cut over the tensor ranks saw only some of the tokens or heads on each."""
+    """`gradients.py`: gradients of parameters not cut over the tensor ranks, each of which saw only some tokens or heads."""
     planned = wire.planned
     if planned.size("tensor") > 1:
         some = [(count, p) for count, p in planned.parameters() if p.tensor_dim is None and p.learns]
@@ -387,7 +389,7 @@ def uncut_gradients(wire: Wire) -> None:
 
 
 def loads(wire: Wire) -> None:
-    """`train/step.py`: tokens that each expert was given, over the whole batch."""
+    """`train/step.py`: the token count of each expert, summed over the whole batch."""
     planned = wire.planned
     if planned.moe_layers:
         for group in ("zero", "tensor") if planned.run.layout.sync_every > 1 else ("replicate", "zero", "tensor"):

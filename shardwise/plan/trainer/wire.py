@@ -1,4 +1,4 @@
-"""Adds up what a rank sends, collective by collective."""
+"""Adds up the bytes and messages that a rank sends, collective by collective."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Amount = int | Fraction
 
 @dataclass(frozen=True)
 class CollectiveBytes:
-    """Bytes of a rank by one collective of one group in a step, and in how many messages."""
+    """Bytes that a rank sends in a step by one collective of one group, and the number of messages."""
 
     bytes: Fraction = Fraction(0)
     messages: Fraction = Fraction(0)
-    """Where replicas rarely speak, a step in the mean has a part of one."""
+    """The mean of a step: a fraction where replicas synchronize less than once a step."""
 
 
 Groups = dict[tuple[str, str], CollectiveBytes]
@@ -24,17 +24,17 @@ Groups = dict[tuple[str, str], CollectiveBytes]
 
 @dataclass
 class Wire:
-    """What a rank sends, added up."""
+    """The bytes and messages that a rank sends, added up."""
 
     planned: PlannedRank
     sent: Groups
     forward_only: bool = False
-    """Of passes without a backward pass: those of a frozen network, or of the trained one before its step."""
+    """Whether the passes have no backward pass: those of a frozen network, or of the trained one before its step."""
     frozen: bool = False
     adapted: bool = True
     """Whether adapters, where there are any, are switched on."""
     every: int = 1
-    """What is added happens once in so many steps."""
+    """The collectives that are added happen once in this many steps."""
 
     def _add(self, group: str, operation: str, size: Amount, messages: Amount) -> None:
         if messages and self.planned.size(group) > 1:
@@ -45,29 +45,29 @@ class Wire:
             )
 
     def all_gather(self, group: str, shard: Amount, times: int = 1, messages: int = 1) -> None:
-        """Each rank gives a shard of so many bytes, in so many messages."""
+        """Each rank contributes a shard of this many bytes, in this many messages."""
         self._add(group, "all_gather", times * (self.planned.size(group) - 1) * Fraction(shard), times * messages)
 
     def reduce_scatter(self, group: str, shard: Amount, times: int = 1, messages: int = 1) -> None:
-        """Each rank gets a shard of so many bytes of the sum."""
+        """Each rank receives a shard of this many bytes of the sum."""
         self._add(group, "reduce_scatter", times * (self.planned.size(group) - 1) * Fraction(shard), times * messages)
 
     def all_reduce(self, group: str, size: Amount, times: int = 1, messages: int = 1, ranks: int = 0) -> None:
-        """So many bytes on every rank are added; over all ranks of the group, or some of them."""
+        """This many bytes on every rank are summed over all ranks of the group, or over `ranks` of them."""
         ranks = ranks or self.planned.size(group)
         self._add(group, "all_reduce", times * Fraction(2 * (ranks - 1), ranks) * size, times * messages)
 
     def all_to_all(self, group: str, size: Amount, times: int = 1, messages: int = 1) -> None:
-        """So many bytes on every rank are dealt out evenly."""
+        """This many bytes on every rank are sent in equal parts to all ranks."""
         ranks = self.planned.size(group)
         self._add(group, "all_to_all", times * Fraction(ranks - 1, ranks) * size, times * messages)
 
     def send(self, group: str, size: Amount, times: int = 1) -> None:
-        """So many bytes to one other rank."""
+        """This many bytes are sent to one other rank."""
         self._add(group, "send", Fraction(times) * size, times)
 
     def moved(self, group: str, size: Amount, messages: int) -> None:
-        """An uneven all-to-all, of which so many bytes leave the rank."""
+        """An uneven all-to-all, in which this many bytes leave the rank."""
         self._add(group, "all_to_all", Fraction(size), messages)
 
 

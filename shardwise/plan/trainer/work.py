@@ -1,17 +1,17 @@
 """FLOPs of one rank in one step of this project's trainer, by part of the network and pass.
 
 The GEMMs are those of the parameters that the rank holds, and attention's two under the causal mask and the window; a multiply-add
-is two. Norms, activations, the embedding's lookup and the optimizer's elementwise work are not counted; Muon's GEMMs are
-(`muon.py`). With T tokens of a microbatch on a context rank, and pairs of a query and a key it sees:
+is two FLOPs. Norms, activations, the embedding's lookup and the optimizer's elementwise work are not counted; Muon's GEMMs are
+(`muon.py`). With T tokens of a microbatch on a context rank, and `pairs` of a query and a key that it sees:
 
     GEMM        2 T x elements of the weight on the rank     forward, again for its input, again for its weight if that is trained
     attention   2 pairs x heads/t x (width of keys + width of values)     forward, and twice backward, to its inputs
     experts     as GEMMs, on the rows of an even load
 
-What several ranks compute alike counts on each of them: keys and values of fewer heads than tensor ranks, the compressions
-of latent attention. Without those, and without recomputation, all ranks together do three times the model's forward pass
-(`plan/cost/flops.py`). The cost model lists the same GEMMs by time (`plan/cost/operations.py`), several weights of one input fused
-into one, for other programs too and for many layouts at once; a test holds it to this file.
+Work that several ranks duplicate counts on each of them: keys and values with fewer heads than tensor ranks, and the
+down-projections of latent attention. Without it, and without recomputation, all ranks together do three times the model's forward
+pass (`plan/cost/flops.py`). The cost model lists the same GEMMs with their seconds (`plan/cost/operations.py`), for other programs
+too and for many layouts at once; it fuses the weights of one input into one GEMM. A test compares it with this file.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class GemmFlops:
     learns: bool = True
     """Whether its weight has a gradient."""
     constant: bool = False
-    """Whether it is a constant to the gradient, and has no backward pass."""
+    """Whether it is detached from the gradient, and so has no backward pass."""
     weight: bool = True
     """Whether it has a weight. Attention's own GEMMs have none: both halves of their backward pass are for inputs."""
 
 
 def work(run: Run, rank: int | None = None) -> Work:
-    """FLOPs of a rank in one step; without one, of the rank that has most."""
+    """FLOPs of a rank in one step; without `rank`, of the rank that has most."""
     if rank is None:
         return max((work(run, candidate) for candidate in first_ranks(run)), key=lambda w: w.total)
     planned = PlannedRank(run, rank)
@@ -86,7 +86,7 @@ def work(run: Run, rank: int | None = None) -> Work:
 
 
 def _gemms(planned: PlannedRank) -> Iterator[tuple[int, GemmFlops, frozenset[str]]]:
-    """Every GEMM of a rank, those of like layers together: how many there are, and which parts of their layers are recomputed."""
+    """Every GEMM of a rank, once for identical layers: their count, the GEMM, and which parts of these layers are recomputed."""
     counts: dict[tuple[bool, frozenset[str]], int] = {}
     for layer, recomputed in planned.layers():
         kind = planned.run.model.is_moe(layer), recomputed
@@ -129,7 +129,7 @@ def _gemm(planned: PlannedRank, parameter: PlannedParameter) -> GemmFlops:
 
 
 def _lengths(planned: PlannedRank, moe: bool, magnitude: PlannedParameter) -> GemmFlops:
-    """B times A, for the lengths of the rows of an adapted matrix (`model/adapters.py`)."""
+    """B times A, for DoRA's row norms of an adapted matrix (`model/adapters.py`)."""
     matrix = planned.layer_table(moe)[matrix_of(magnitude.entry.name)]
     flops, owner = 2.0 * planned.run.adapter.rank * matrix.multiplied_numel, magnitude.entry.owner
     part = "ffn" if owner == "shared_experts" else owner
@@ -137,9 +137,9 @@ def _lengths(planned: PlannedRank, moe: bool, magnitude: PlannedParameter) -> Ge
 
 
 def _recomputes_last(planned: PlannedRank, parameter: PlannedParameter) -> bool:
-    """Whether recomputation makes a layer's last GEMM. It need not: backward needs what enters it, not what leaves it. But one that
-    overlaps with its reduce-scatter is made whole, as is one whose weight's gradient is deferred, one in fp8, one of 4 bits, and
-    one that DoRA rescales."""
+    """Whether recomputation runs a layer's last GEMM. It need not, since the backward pass needs its input, not its output. But it
+    does where the GEMM overlaps with its reduce-scatter, where its weight gradient is deferred, where it is in fp8, where its
+    weight has 4 bits, and where DoRA rescales it."""
     lay, fp8 = planned.run.layout, uses_fp8_gemm(planned.run, parameter.shape[0], parameter.shape[1])
     needed = parameter.entry.packed > 1 or (parameter.entry.adapted and planned.run.adapter.kind == "dora")
     return (lay.tensor > 1 and lay.async_tensor) or (planned.splits_backward and parameter.learns) or fp8 or needed
@@ -147,7 +147,7 @@ def _recomputes_last(planned: PlannedRank, parameter: PlannedParameter) -> bool:
 
 def _attention(planned: PlannedRank) -> GemmFlops:
     m, lay, train = planned.run.model, planned.run.layout, planned.run.train
-    # Ulysses deals out heads of whole sequences, the others parts of the sequence with all heads.
+    # With Ulysses a rank has some heads of whole sequences, otherwise a slice of the sequence with all heads.
     if lay.context_method == "ulysses":
         pairs = visible_pairs(m.sliding_window, train.seq_len, range(train.seq_len)) / lay.context
     else:
@@ -157,7 +157,7 @@ def _attention(planned: PlannedRank) -> GemmFlops:
 
 
 def chunks(planned: PlannedRank) -> tuple[range, ...]:
-    """The positions of a sequence on this rank's context rank: a chunk from the front and its mirror image from the back."""
+    """The positions of a sequence on this context rank: a chunk from the front and its mirror image from the back."""
     length, c, rank = planned.run.train.seq_len, planned.run.layout.context, planned.index("context")
     if c == 1:
         return (range(length),)

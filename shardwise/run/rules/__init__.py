@@ -1,1 +1,1 @@
-"""What must fit together in a run: one file for each matter, called by `check.py`."""
+"""Consistency rules of a run: one file for each topic, called by `check.py`."""

@@ -1,5 +1,5 @@
-"""What adapters go with: the rules of `check.py` on the section `[adapter]`. Each is whether it is broken, its key, the other keys
-it speaks of, and the reason."""
+"""What adapters are compatible with: the rules of `check.py` on the section `[adapter]`. Each rule has whether it is broken, its
+key, the other keys it involves, and the reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rule = tuple[Any, str, tuple[str, ...], Callable[[], str]]
 
 
 def adapter_rules(run: Run) -> Iterator[Rule]:
-    """What must hold of a run with adapters."""
+    """Rules of a run with adapters."""
     adapter, train = run.adapter, run.train
     if not adapter.used:
         return
@@ -47,7 +47,7 @@ def adapter_rules(run: Run) -> Iterator[Rule]:
 
 
 def _qlora_rules(run: Run) -> Iterator[Rule]:
-    """What matrices in 4 bits go with."""
+    """What 4-bit matrices are compatible with."""
     wrong = [entry.name for entry in _matrices(run.model) if entry.shape[-1] % NF4_BLOCK]
     yield (bool(wrong), "adapter.kind", ("model.hidden", "model.ffn", "model.expert_ffn"), lambda: (
         f"qlora stores rows in blocks of {NF4_BLOCK} weights; the rows of {', '.join(wrong)} are not a multiple of {NF4_BLOCK}"
@@ -57,14 +57,14 @@ def _qlora_rules(run: Run) -> Iterator[Rule]:
 
 
 def _matrices(model: ModelConfig) -> list[Parameter]:
-    """The matrices of a network's layers that qlora keeps in 4 bits."""
+    """The matrices of a network's layers that qlora stores in 4 bits."""
     kinds = {model.is_moe(layer) for layer in (0, model.layers - 1)}
     found = {entry.name: entry for moe in kinds for entry in layer_parameters(model, moe)}
     return [entry for entry in found.values() if entry.is_linear or entry.routed]
 
 
 def adapter_layout_rules(run: Run) -> Iterator[Rule]:
-    """What adapters and a layout ask of each other. The sizes of the layout may be arrays."""
+    """Rules between adapters and the layout. The sizes of the layout may be arrays."""
     model, lay = run.model, run.layout
     kind = run.adapter.kind
     if kind not in ("dora", "qlora"):

@@ -1,8 +1,8 @@
-"""What must fit together in a run: what divides what, and why.
+"""Consistency rules of a run: which sizes must divide which, and why.
 
-Each rule names the keys it speaks of, so that it is passed over when one of them could not even be read, and every broken rule is
-reported, not just the first. Conditions are arithmetic: sizes of the layout and the microbatch may be arrays, and then a rule says
-of every layout whether it is broken. That is how the search reads them (`plan/search/space.py`).
+Each rule names the keys it involves, so that it is skipped if one of them could not even be read, and every broken rule is
+reported, not just the first. Conditions are arithmetic: sizes of the layout and the microbatch may be arrays, and then a rule
+reports for every layout whether it is broken. The search evaluates them this way (`plan/search/space.py`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from shardwise.run.teacher import teacher_layout_rules, teacher_rules
 from shardwise.run.weights import head_rule
 
 MOST_ELEMENTS, MOST_TOKENS = 2**58, 2**48
-"""What a tensor may hold, so that its bytes can be counted in 64 bits; and a step."""
+"""Most elements of a tensor, so that its bytes fit in 64 bits; most tokens of a step."""
 
 
 def broken_rules(run: Run, serves: bool = False) -> Iterator[Broken]:
-    """Every rule the resolved run breaks; where it `serves`, its layout has other rules than in training."""
+    """Every rule the resolved run breaks; if it `serves`, its layout has other rules than in training."""
     laid_out = _search_rules(run) if run.layout.auto else chain(layout_rules(run), batch_rules(run))
     if serves and not run.layout.auto:
         laid_out = serving_rules(run)
@@ -60,7 +60,7 @@ def _divisors(n: int, most: int = 8) -> str:
 
 
 # fmt: off
-# A rule is two lines or three: what breaks it and the keys, then the reason.
+# A rule is two or three lines: the condition that breaks it and the keys, then the reason.
 
 
 def _train_rules(run: Run) -> Iterator[Rule]:
@@ -85,7 +85,7 @@ def _objective_rules(run: Run) -> Iterator[Rule]:
 
 
 def fp8_rules(run: Run) -> Iterator[Rule]:
-    """What fp8 GEMMs go with."""
+    """What fp8 GEMMs are compatible with."""
     fp8 = run.train.fp8 != "none"
     yield Rule(fp8 and run.train.dtype != "bfloat16", "train.fp8", ("train.dtype",),
                lambda: f"fp8 GEMMs need train.dtype = bfloat16, not {run.train.dtype}")
@@ -94,7 +94,7 @@ def fp8_rules(run: Run) -> Iterator[Rule]:
 
 
 def invariant_rules(run: Run) -> Iterator[Rule]:
-    """What `train.invariant` goes with. The sizes of the layout may be arrays."""
+    """What `train.invariant` is compatible with. The sizes of the layout may be arrays."""
     train, lay = run.train, run.layout
     if not train.invariant:
         return
@@ -170,7 +170,7 @@ def _model_rules(run: Run) -> Iterator[Rule]:
 
 
 def _size_rules(run: Run) -> Iterator[Rule]:
-    """What is larger than a tensor or a count can be."""
+    """Limits on the sizes of tensors and counts."""
     m, train = run.model, run.train
     widths = {
         "model.ffn": m.ffn, "model.vocab": m.vocab, "model.heads": m.heads * max(m.head_dim, m.value_dim),
@@ -212,7 +212,7 @@ def _expert_rules(run: Run) -> Iterator[Rule]:
 
 
 def layout_rules(run: Run) -> Iterator[Rule]:
-    """What network and layout ask of each other. The sizes of the layout may be arrays."""
+    """Rules between network and layout. The sizes of the layout may be arrays."""
     yield from _tensor_rules(run)
     yield from _pipeline_rules(run)
     yield from schedule_rules(run)
@@ -249,7 +249,7 @@ def layout_rules(run: Run) -> Iterator[Rule]:
 
 
 def serving_rules(run: Run) -> Iterator[Rule]:
-    """What network and layout ask of each other where the model is served (`served.py`)."""
+    """Rules between network and layout when the model is served (`served.py`)."""
     m, lay = run.model, run.layout
     yield from _width_rules(run)
     yield from _stage_rules(run)
@@ -284,7 +284,7 @@ def serving_rules(run: Run) -> Iterator[Rule]:
 
 
 def _tensor_rules(run: Run) -> Iterator[Rule]:
-    """What the tensor and context ranks cut."""
+    """Rules on the sizes that tensor and context ranks cut."""
     m, lay, length = run.model, run.layout, run.train.seq_len
     t, c = lay.tensor, lay.context
     yield from _width_rules(run)
@@ -302,7 +302,7 @@ def _tensor_rules(run: Run) -> Iterator[Rule]:
 
 
 def _width_rules(run: Run) -> Iterator[Rule]:
-    """What the tensor ranks cut: whole heads, and equal columns."""
+    """Rules on the widths that tensor ranks cut: full heads, and equal columns."""
     m, t = run.model, run.layout.tensor
     yield Rule(m.heads % t > 0, "layout.tensor", ("model.heads",), lambda: (
         f"{t} does not divide model.heads = {m.heads}: each rank holds whole heads; {_divisors(m.heads)} would do"
@@ -322,7 +322,7 @@ def _width_rules(run: Run) -> Iterator[Rule]:
 
 
 def _stage_rules(run: Run) -> Iterator[Rule]:
-    """How layers are dealt to stages."""
+    """Rules on how layers are assigned to stages."""
     m, lay = run.model, run.layout
     stages = lay.distinct_stages
     yield Rule(stages > m.layers + 2, "layout.pipeline", ("model.layers", "layout.schedule", "layout.chunks"), lambda: (
@@ -340,7 +340,7 @@ def _stage_rules(run: Run) -> Iterator[Rule]:
 
 
 def _pipeline_rules(run: Run) -> Iterator[Rule]:
-    """How layers are dealt to stages, and whole heads to context ranks."""
+    """Rules on how layers are assigned to stages, and full heads to context ranks."""
     m, lay = run.model, run.layout
     t, c = lay.tensor, lay.context
     yield from _stage_rules(run)
@@ -353,7 +353,7 @@ def _pipeline_rules(run: Run) -> Iterator[Rule]:
 
 
 def batch_rules(run: Run) -> Iterator[Rule]:
-    """What batch, layout and devices ask of each other. The sizes of the layout and the microbatch may be arrays."""
+    """Rules between batch, layout and devices. The sizes of the layout and the microbatch may be arrays."""
     lay, train, nodes, each = run.layout, run.train, run.cluster.nodes, run.cluster.devices_per_node
     world, share = lay.world, train.microbatch * lay.data_ranks
     yield Rule(

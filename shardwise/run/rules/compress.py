@@ -1,4 +1,4 @@
-"""What compressed gradients go with. A part of `check.py`."""
+"""What compressed gradients are compatible with. Called by `check.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.run.rules.rule import Rule
 
 
 def _sync_rules(run: Run) -> Iterator[Rule]:
-    """What `layout.sync_every` asks of the rest."""
+    """Requirements of `layout.sync_every`."""
     lay, train, every = run.layout, run.train, run.layout.sync_every
     for name, least in (("sync_fragments", 1), ("sync_overlap", 0)):
         value = getattr(lay, name)
@@ -53,7 +53,7 @@ def _sync_rules(run: Run) -> Iterator[Rule]:
 
 
 def _elastic_rules(run: Run) -> Iterator[Rule]:
-    """What `layout.sync_elastic` asks of the rest."""
+    """Requirements of `layout.sync_elastic`."""
     lay, train, every = run.layout, run.train, run.layout.sync_every
     yield Rule(lay.compress_warmup > 0, "layout.compress_warmup", ("layout.sync_elastic",), lambda: (
         "must be 0 with layout.sync_elastic: in these steps no replica may leave; train them in a separate run, and start from "
@@ -78,7 +78,7 @@ def _elastic_rules(run: Run) -> Iterator[Rule]:
 
 
 def _shard_rules(run: Run) -> Iterator[Rule]:
-    """What `layout.compress_weights` and `layout.compress_shards` ask of the rest."""
+    """Requirements of `layout.compress_weights` and `layout.compress_shards`."""
     lay, train = run.layout, run.train
     for name, what in (("compress_weights", "parameters"), ("compress_shards", "gradients")):
         used = getattr(lay, name) != "none"
@@ -96,7 +96,7 @@ def _shard_rules(run: Run) -> Iterator[Rule]:
 
 
 def _secondary_rules(run: Run) -> Iterator[Rule]:
-    """What `layout.secondary_shard` asks of the rest. The sizes of the layout may be arrays."""
+    """Requirements of `layout.secondary_shard`. The sizes of the layout may be arrays."""
     lay, few = run.layout, run.layout.secondary_shard
     if few == 1:
         return
@@ -116,7 +116,7 @@ def _secondary_rules(run: Run) -> Iterator[Rule]:
 
 
 def compress_rules(run: Run) -> Iterator[Rule]:
-    """What `layout.compress` asks of the rest. The sizes of the layout may be arrays."""
+    """Requirements of `layout.compress`. The sizes of the layout may be arrays."""
     lay, train = run.layout, run.train
     yield from _sync_rules(run)
     yield from _shard_rules(run)

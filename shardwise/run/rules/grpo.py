@@ -1,4 +1,4 @@
-"""What must fit together in a run that learns from its own answers."""
+"""Consistency rules of a GRPO run, which learns from its own rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes with the section `[memory]`: the rules of `check.py` on what is held off the device."""
+"""What the section `[memory]` is compatible with: the rules of `check.py` on state held off the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.run.rules.rule import Rule
 
 
 def _saved_rules(run: Run, where: str) -> Iterator[Rule]:
-    """What every other form of saved tensors asks of the rest."""
+    """Requirements shared by all special forms of saved tensors."""
     yield Rule(run.train.compile is True, where, ("train.compile",),
                lambda: "does not support compiled layers; leave train.compile at auto")
     yield Rule(run.train.fp8 != "none", where, ("train.fp8",),
@@ -22,7 +22,7 @@ def _saved_rules(run: Run, where: str) -> Iterator[Rule]:
 
 
 def _bits_rules(run: Run) -> Iterator[Rule]:
-    """What `memory.activation_bits` asks of the rest."""
+    """Requirements of `memory.activation_bits`."""
     where = "memory.activation_bits"
     yield Rule(run.layout.recompute != "none", where, ("layout.recompute",), lambda: (
         f'is for what layers save, but layout.recompute = "{run.layout.recompute}" saves little of it; use one of the two'
@@ -34,7 +34,7 @@ def _bits_rules(run: Run) -> Iterator[Rule]:
 
 
 def _swap_rules(run: Run) -> Iterator[Rule]:
-    """What `memory.activations` asks of the rest."""
+    """Requirements of `memory.activations`."""
     where = "memory.activations"
     yield Rule(run.memory.activations == "disk" and not run.memory.folder, "memory.folder", (where,),
                lambda: "memory.activations = disk needs a folder on a fast disk for saved activations")
@@ -51,7 +51,7 @@ def _swap_rules(run: Run) -> Iterator[Rule]:
 
 
 def _lossless_rules(run: Run) -> Iterator[Rule]:
-    """What `memory.lossless` asks of the rest."""
+    """Requirements of `memory.lossless`."""
     where, m = "memory.lossless", run.model
     yield Rule(m.activation != "relu2", where, ("model.activation",), lambda: (
         f"is for model.activation = relu2, which saves a ReLU and its square; {m.activation} saves nothing twice"
@@ -68,7 +68,7 @@ def _lossless_rules(run: Run) -> Iterator[Rule]:
 
 
 def memory_rules(run: Run) -> Iterator[Rule]:
-    """What must hold of a run that holds less on the device."""
+    """Rules of a run that holds less on the device."""
     lay, train = run.layout, run.train
     if run.memory.activation_bits:
         yield from _bits_rules(run)

@@ -1,4 +1,4 @@
-"""What recomputation goes with. A part of `check.py`."""
+"""What recomputation is compatible with. Called by `check.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.run.rules.rule import Rule
 
 
 def _optimal_rules(run: Run) -> Iterator[Rule]:
-    """What making single tensors again asks of the rest."""
+    """Requirements of recomputing single tensors."""
     chosen = ("layout.recompute",)
     yield Rule(run.train.fp8 != "none", "train.fp8", chosen, lambda: (
         'fp8 does not go with layout.recompute = "optimal", which recomputes 16-bit inputs; use "budget"'
@@ -27,7 +27,7 @@ def _optimal_rules(run: Run) -> Iterator[Rule]:
 
 
 def recompute_rules(run: Run) -> Iterator[Rule]:
-    """What `layout.recompute` asks of the rest. The sizes of the layout may be arrays."""
+    """Requirements of `layout.recompute`. The sizes of the layout may be arrays."""
     lay, mode, parts = run.layout, run.layout.recompute, run.layout.recompute_operations
     wrong = (mode == "operations") != bool(parts) or any(word not in ("attention", "norm", "ffn") for word in parts)
     yield Rule(wrong, "layout.recompute_operations", ("layout.recompute",), lambda: (

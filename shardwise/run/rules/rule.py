@@ -1,4 +1,4 @@
-"""What a rule of a run is; `check.py` has most of them."""
+"""The record of a rule; `check.py` has most rules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Broken(NamedTuple):
-    """A broken rule: the key a user would most likely change, the other keys it speaks of, and the reason."""
+    """A broken rule: the key a user would most likely change, the other keys it involves, and the reason."""
 
     key: str
     others: tuple[str, ...]
@@ -15,7 +15,7 @@ class Broken(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule, and whether it is broken: a truth value, or an array of them. The reason is only made when it is asked for."""
+    """A rule, and whether it is broken: a truth value, or an array of them. The reason is only built on demand."""
 
     broken: Any
     key: str

@@ -1,4 +1,4 @@
-"""What must fit together in a run that writes samples of text at its evaluations (`train.samples`)."""
+"""Consistency rules of a run that writes text samples at its evaluations (`train.samples`)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from shardwise.run.rules.rule import Rule
 SAMPLED = ("pretrain", "sft", "distill")
 """Objectives whose network continues texts of the validation set."""
 PROMPT_TOKENS = 32
-"""Tokens of a validation sequence that a sample begins with, at most a quarter of a row."""
+"""Tokens of a validation sequence that form a sample's prompt, at most a quarter of a row."""
 
 # fmt: off
 
 
 def prompt_tokens(run: Run) -> int:
-    """How many tokens of a validation sequence a sample begins with."""
+    """The number of tokens of a validation sequence that form a sample's prompt."""
     return min(PROMPT_TOKENS, max(1, run.train.seq_len // 4))
 
 

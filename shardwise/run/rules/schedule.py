@@ -1,4 +1,4 @@
-"""What single pipeline schedules ask of the rest of a run. A part of `check.py`."""
+"""Requirements of individual pipeline schedules. Called by `check.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.run.sections.objective import facts_of
 
 
 def schedule_rules(run: Run) -> Iterator[Rule]:
-    """By the name of the schedule."""
+    """The rules of the run's schedule."""
     if run.layout.schedule == "bpipe":
         yield from _bpipe_rules(run)
     elif run.layout.schedule in ASYNCHRONOUS:

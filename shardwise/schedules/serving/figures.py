@@ -1,8 +1,8 @@
 """Figures of a load: how long clients waited and how much they got, as percentiles over requests. A load generator fills them from
-what it saw, the planner from what it played; so the two are laid side by side.
+its measurements, the planner from its simulation; so the two can be compared.
 
-Time to first token (ttft) is from when a request was to be sent to its first text; time per output token (tpot) is the mean gap
-between a request's tokens after the first; e2e is the whole of it. Goodput counts only the requests that kept every limit
+Time to first token (ttft) is from when a request was due to be sent to its first text; time per output token (tpot) is the mean gap
+between a request's tokens after the first; e2e is the total time. Goodput counts only the requests that kept every limit
 (DistServe, Zhong et al. 2024).
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 SHARES = (50, 90, 99)
 TOO_LONG = "longer than the engine can hold"
-"""Why a request failed that was never begun."""
+"""The error of a request that was never started."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class RequestTimes:
     late: float
     ttft: float
     tpot: float | None
-    """None of an answer of one token."""
+    """None for an answer of one token."""
     e2e: float
     input_tokens: int
     output_tokens: int
     gaps: tuple[float, ...] = ()
-    """Between the events of its answer."""
+    """Times between the events of its answer."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may take, in milliseconds; infinite where nothing was said."""
+    """The longest times allowed for a request, in milliseconds; infinite where not given."""
 
     ttft: float = math.inf
     tpot: float = math.inf
@@ -48,7 +48,7 @@ class Limits:
 
     @property
     def given(self) -> bool:
-        """Whether there are any."""
+        """Whether any limit is set."""
         return min(self.ttft, self.tpot) < math.inf
 
 

@@ -1,9 +1,9 @@
-"""The pages of key/value memory: who hands them out, counts who holds them, and finds those computed before.
+"""The pages of the KV cache: allocates them, counts the sequences that hold them, and finds those computed before.
 
 A page holds the keys and values of `page_tokens` consecutive tokens of a sequence, anywhere in memory (PagedAttention, Kwon et al.
-2023). Sequences that begin alike share pages, which are counted. A full page is known by a digest of its tokens and all before
-them; when nobody holds it any more it stays as it is until its room is needed, so that a later sequence that begins alike finds it:
-the prefix cache. Page 0 is never handed out: what is computed only to fill up a batch is written there.
+2023). Sequences with the same prefix share pages, which are reference-counted. A full page is identified by a digest of its tokens
+and all before them; when no sequence holds it any more, it stays as it is until its memory is needed, so that a later sequence with
+the same prefix finds it: the prefix cache. Page 0 is never allocated: tokens that only pad a batch are written there.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ NULL_PAGE = 0
 
 
 def page_digest(previous: bytes, tokens: Sequence[int]) -> bytes:
-    """What identifies a page by content: its tokens and the digest of the page before it. The first page of a sequence follows its
-    salt. Cryptographic, because whoever could make two prompts collide would be answered from another's keys and values."""
+    """Identifies a page by content: its tokens and the digest of the page before it. The first page of a sequence follows its salt.
+    The digest is cryptographic, because anyone who could make two prompts collide would be answered from another's keys and
+    values."""
     return sha256(previous + array("q", tokens).tobytes()).digest()
 
 
 class PagePool:
-    """Pages of a device and of its host, by number. `pages` counts page 0 too."""
+    """Pages of a device and of its host, by number. `pages` includes page 0."""
 
     def __init__(self, pages: int, page_tokens: int, host_pages: int = 0, prefix_cache: bool = True) -> None:
         if pages < 2 or page_tokens < 1 or host_pages < 0:
@@ -35,25 +36,26 @@ class PagePool:
         self.host_pages = host_pages
         self.prefix_cache = prefix_cache
         self.leaves_first = True
-        """Evict no page that a cached one follows, which nothing would find without it; with a sliding window it would be found."""
+        """Do not evict a page that a cached page follows, since that one would not be found without it; with a sliding window it
+        would be."""
         self.counts = [0] * pages
         """How many sequences hold each page."""
         self.queried_tokens = 0
         self.found_tokens = 0
-        """Tokens that admitted sequences looked for in the prefix cache, and how many of them were there."""
+        """Tokens that admitted sequences looked up in the prefix cache, and how many of them were found."""
         self.evictions = 0
         self._free = list(range(pages - 1, NULL_PAGE, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # cached and held by nobody, least recently used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached and held by no sequence, least recently used first
         self._pinned: set[int] = set()
-        self._digests: list[bytes] = [b""] * pages  # of a cached page
+        self._digests: list[bytes] = [b""] * pages  # of each cached page
         self._parents: list[bytes] = [b""] * pages
         self._cached: dict[bytes, int] = {}
-        self._children: dict[bytes, int] = {}  # how many cached pages follow the page of this digest
+        self._children: dict[bytes, int] = {}  # number of cached pages that follow the page of this digest
         self._free_host = list(range(host_pages - 1, -1, -1))
 
     @property
     def available(self) -> int:
-        """Pages that can be handed out now, some after being evicted."""
+        """Pages that can be allocated now, some by evicting them."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -72,7 +74,7 @@ class PagePool:
         return len(self._free_host)
 
     def take(self, count: int) -> list[int]:
-        """Hand out so many pages, no more than are available. Those that were never cached or are forgotten go first."""
+        """Allocate this many pages, no more than are available. Pages that are not in the prefix cache go first."""
         free, counts = self._free, self.counts
         taken = []
         for _ in range(count):
@@ -88,7 +90,7 @@ class PagePool:
         self.counts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One sequence less holds each of these. Give the last of a sequence first: they are evicted in the order given."""
+        """One sequence less holds each of these. Pass the last pages of a sequence first: they are evicted in the order given."""
         counts, pinned = self.counts, self._pinned
         for page in pages:
             counts[page] = left = counts[page] - 1
@@ -96,12 +98,12 @@ class PagePool:
                 self._retire(page)
 
     def pin(self, page: int) -> None:
-        """Do not hand out this page before `unpin`, though nobody may hold it: the step being made copies from it, when other pages
-        have been written already."""
+        """Do not allocate this page before `unpin`, even if no sequence holds it: the step being made copies from it, after other
+        pages have already been written."""
         self._pinned.add(page)
 
     def unpin(self) -> None:
-        """The step is made: its pages may be handed out in the next."""
+        """The step is made: its pages may be allocated in the next."""
         if self._pinned:
             pinned, self._pinned = self._pinned, set()
             for page in pinned:
@@ -109,7 +111,7 @@ class PagePool:
                     self._retire(page)
 
     def cache(self, page: int, digest: bytes, parent: bytes) -> None:
-        """The page is full: its content can be found from now on, unless another page with the same is known."""
+        """The page is full: its content can be found from now on, unless another page with the same content is cached."""
         if digest in self._cached or self._digests[page]:
             return
         self._cached[digest] = page
@@ -118,11 +120,11 @@ class PagePool:
         self._children[parent] = self._children.get(parent, 0) + 1
 
     def find(self, digest: bytes) -> int | None:
-        """The page with this content."""
+        """The cached page with this content."""
         return self._cached.get(digest)
 
     def forget(self, page: int) -> None:
-        """The page is no longer in the prefix cache, because something else will be written to it."""
+        """Remove the page from the prefix cache, because something else will be written to it."""
         digest, parent = self._digests[page], self._parents[page]
         if digest:
             del self._cached[digest]
@@ -134,18 +136,18 @@ class PagePool:
                 del self._children[parent]
 
     def clear(self) -> None:
-        """Forget what all pages hold: the weights that it was computed with have changed."""
+        """Remove all pages from the prefix cache: the weights that they were computed with have changed."""
         for page in range(1, self.pages):
             self.forget(page)
         self._free += reversed(self._idle)
         self._idle.clear()
 
     def take_host(self, count: int) -> list[int]:
-        """Hand out so many pages of the host, no more than are available."""
+        """Allocate this many host pages, no more than are available."""
         return [self._free_host.pop() for _ in range(count)]
 
     def release_host(self, pages: Iterable[int]) -> None:
-        """These pages of the host are free."""
+        """Free these host pages."""
         self._free_host.extend(pages)
 
     def _retire(self, page: int) -> None:
@@ -155,9 +157,9 @@ class PagePool:
             self._free.append(page)
 
     def _evict(self) -> int:
-        """The least recently used page that nothing cached follows. Mostly that is the first: a sequence holds the pages before its
-        own and releases its last page first. It is not where two sequences computed the same page at once and one copy is known:
-        such a page is as recently used as what follows it, and goes to the end."""
+        """The least recently used page that no cached page follows. Mostly that is the first: a sequence also holds the pages
+        before its own, and releases its last page first. It is not the first where two sequences computed the same page at once and
+        only one copy is cached: such a page is as recently used as the pages that follow it, and goes to the end."""
         idle = self._idle
         if not idle:
             raise RuntimeError("no page is available: ask `available` before taking any")

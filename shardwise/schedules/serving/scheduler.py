@@ -1,13 +1,14 @@
 """The scheduler of a serving engine: which tokens of which sequences the next step computes, and in which pages.
 
 Continuous batching (Orca, Yu et al. 2022): sequences join and leave at every step, which computes at most `max_step_tokens` tokens.
-Decoding sequences come first, since someone reads along; what is left of the budget goes to chunks of prompts (Sarathi-Serve,
-Agrawal et al. 2024), of those that have begun before those that wait. Memory is not reserved: a sequence gets a page when it
-reaches it, and when there are none left, whoever came last of the least important gives up its own, to be computed again or swapped
-to the host.
+Decoding sequences come first, since someone reads along; the rest of the budget goes to chunks of prompts (Sarathi-Serve, Agrawal
+et al. 2024), first of those that have begun, then of those that wait. Memory is not reserved: a sequence gets a page when it
+reaches it. When there are none left, the latest of the least important sequences gives up its pages, to be recomputed or swapped to
+the host.
 
-The engine executes these steps and the planner plays them, so nothing here knows of a device. The host must not be waited for: a
-decoding sequence that stays within its page costs a comparison and three assignments, all else happens at the edges of pages.
+The engine executes these steps and the planner plays them, so nothing here knows of a device. The device must not wait for the
+host: a decoding sequence that stays within its page costs a comparison and three assignments; all else happens at the edges of
+pages.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from shardwise.schedules.serving.waiting import WaitingQueue
 
 @dataclass
 class SchedulerCounters:
-    """What a scheduler has done since it began, or since someone began to count anew."""
+    """Counters of a scheduler since it began, or since they were reset."""
 
     steps: int = 0
     most_running: int = 0
     most_pages: int = 0
 
     def count(self, running: int, pages: int) -> None:
-        """One more step, of so many sequences that hold so many pages."""
+        """Count one more step, with this many running sequences that hold this many pages."""
         self.steps += 1
         self.most_running = max(self.most_running, running)
         self.most_pages = max(self.most_pages, pages)
 
 
 class Scheduler:
-    """Call `schedule`, execute the step, `update` with what was sampled, `finish` what has ended, and so on. To keep the device
-    busy, `schedule` may be called once more before `update`: the next tokens are scheduled while the last are not known. Where
-    there are several stages, it may be called as often as there are."""
+    """Call `schedule`, execute the step, `update` with the sampled tokens, `finish` the sequences that have ended, and so on. To
+    keep the device busy, `schedule` may be called once more before `update`: the next tokens are scheduled while the last are not
+    known. With several stages, it may be called once per stage."""
 
     def __init__(self, settings: Settings, pool: PagePool) -> None:
         self.settings = settings
@@ -56,7 +57,7 @@ class Scheduler:
         self._watermark = ceil(settings.watermark * (pool.pages - 1))
         self._waiting = WaitingQueue()
         self._running = Running(settings.max_sequences)
-        self._forks: dict[Sequence, None] = {}  # waiting, and hold pages all the same
+        self._forks: dict[Sequence, None] = {}  # waiting sequences that nevertheless hold pages
         self._under_way: deque[Step] = deque()
         self._arrivals = 0
         self._short = False  # whether this step lacked pages
@@ -73,7 +74,7 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Sequence]:
-        """Those whose prompt is computed, by importance."""
+        """Sequences whose prompt is computed, by importance."""
         return self._running.decode
 
     @property
@@ -86,7 +87,7 @@ class Scheduler:
         return self._waiting.service(user)
 
     def reasons(self, prompt: int, max_new: int) -> list[str]:
-        """Why a sequence of such lengths can never run, a sentence each; empty when it can."""
+        """The reasons why a sequence of such lengths can never run, one sentence each; empty when it can."""
         settings, pool, tokens = self.settings, self.pool, prompt + max_new
         reasons = []
         if prompt < 1 or max_new < 1:
@@ -102,7 +103,7 @@ class Scheduler:
         return reasons
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence. Raises `ValueError` if it can never run."""
+        """Add a new sequence. Raises `ValueError` if it can never run."""
         reasons = self.reasons(sequence.prompt, sequence.max_new)
         if reasons:
             raise ValueError("; ".join(reasons))
@@ -117,9 +118,9 @@ class Scheduler:
         sampled: Items[int] = (),
         lookahead: bool = True,
     ) -> Sequence:
-        """A sequence that begins with the first `length` known tokens of another, by default its prompt, and what was `sampled` to
-        follow them. What is computed of these is shared, and copied before it is written. Without `sampled`, the last token is
-        computed again, for a sample of its own. Where the parent has no pages now, it is computed like any other."""
+        """Add a sequence that begins with the first `length` known tokens of another, by default its prompt, followed by the
+        `sampled` ones. Their computed pages are shared, and copied on write. Without `sampled`, the last token is computed again,
+        to sample another token after it. Where the parent has no pages now, the fork is computed like any other sequence."""
         length = parent.prompt if length is None else length
         child = parent.fork(key, length, sampled, lookahead)
         self._arrive(child)
@@ -132,8 +133,8 @@ class Scheduler:
         return child
 
     def finish(self, sequence: Sequence) -> None:
-        """It has ended, at whatever moment, and gives its pages back. Steps under way may still write to them: whoever gets them
-        next writes later."""
+        """End a sequence, at any moment, and release its pages. Steps in flight may still write to them: the sequence that gets
+        them next writes later."""
         if sequence.state == "finished":
             return
         self._waiting.charge(sequence)
@@ -147,11 +148,11 @@ class Scheduler:
         self._waiting.leave(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Nobody wants it any more. What was computed of it stays in the prefix cache, as of all that end."""
+        """End a sequence that is not wanted any more. Its computed pages stay in the prefix cache, as for all that end."""
         self.finish(sequence)
 
     def schedule(self) -> Step:
-        """The next step. One without chunks needs no update; if it moves no pages either, there is nothing to do before the next
+        """The next step. A step without chunks needs no update; if it moves no pages either, there is nothing to do before the next
         update or arrival."""
         if len(self._under_way) >= max(2, self.settings.stages):
             raise RuntimeError(
@@ -170,8 +171,8 @@ class Scheduler:
         return step
 
     def update(self, step: Step, sampled: Items[Items[int]]) -> None:
-        """What a step has sampled, for each of its chunks that do, in order: one token, or the drafts that were accepted and one
-        more. Tokens for sequences that have ended meanwhile are not looked at."""
+        """Take the tokens that a step has sampled, for each of its chunks that sample, in order: one token, or the accepted drafts
+        and one more. Tokens of sequences that have ended meanwhile are ignored."""
         if not step.chunks:
             return
         if not self._under_way or step is not self._under_way[0]:
@@ -191,14 +192,15 @@ class Scheduler:
                         self._judge(sequence, samples - len(new))
 
     def _judge(self, sequence: Sequence, rejected: int) -> None:
-        """Drafts were verified: the keys and values of those rejected do not count. If it was preempted meanwhile, none do."""
+        """Drafts were verified: the keys and values of rejected ones do not count. If the sequence was preempted meanwhile, none
+        do."""
         sequence.drafts = []
         if sequence.computed:
             sequence.computed -= rejected
 
     def _schedule_decoding(self, step: Step) -> None:
-        """A token of everyone, or of everyone's share where there are stages, in order. Who is preempted on the way is the last of
-        the list, so never one that has its chunk."""
+        """Schedule one token of every decoding sequence, or of a share of them where there are stages, in order. A sequence
+        preempted on the way is the last of the list, so never one that already has its chunk."""
         append = step.chunks.append
         decode = self._running.decode
         spare = self.settings.max_step_tokens - len(decode)
@@ -217,8 +219,8 @@ class Scheduler:
         step.tokens = step.decoding + drafts
 
     def _decode_at_edge(self, sequence: Sequence, spare: int, step: Step) -> int:
-        """Schedule a decoding sequence that needs a page, has drafts, or may have to wait to know its tokens. Gives the number of
-        drafts, which are verified as far as budget and pages go."""
+        """Schedule a decoding sequence that needs a page, has drafts, or may have to wait until its tokens are known. Returns the
+        number of drafts, which are verified as far as budget and pages allow."""
         start, known, pending, tables = sequence.computed, len(sequence.tokens), sequence.pending, self._tables
         ends = known + pending >= sequence.end
         verifying = start >= known + pending
@@ -227,7 +229,7 @@ class Scheduler:
         self._waiting.charge(sequence)
         tables.register(sequence)
         changed = tables.give_back(sequence)
-        # Drafts follow the last known token; with one under way they come too late.
+        # Drafts follow the last known token; with a sampled token in flight they come too late.
         drafts = [] if pending else sequence.drafts[: min(spare, sequence.end - known - 1)]
         if drafts and tables.missing(sequence, start + 1 + len(drafts)) > self.pool.available:
             drafts = []
@@ -243,14 +245,15 @@ class Scheduler:
         return len(drafts)
 
     def _schedule_prefill(self, step: Step) -> None:
-        """The next chunks of prompts that have begun."""
+        """Schedule the next chunks of prompts that have begun."""
         prefill, at = self._running.prefill, 0
         while at < len(prefill) and step.tokens < self.settings.max_step_tokens:
             if not self._schedule_chunk(prefill[at], step):
                 at += 1
 
     def _schedule_chunk(self, sequence: Sequence, step: Step) -> bool:
-        """As much of a prompt as the budget and the pages allow. True when that is its last chunk, which samples a token."""
+        """Schedule as much of a prompt as the budget and the pages allow. True when that is its last chunk, which samples a
+        token."""
         start, known, tables = sequence.computed, len(sequence.tokens), self._tables
         tables.give_back(sequence)
         end = min(known, start + self.settings.max_step_tokens - step.tokens)
@@ -275,8 +278,8 @@ class Scheduler:
         return last
 
     def _admit(self, step: Step) -> None:
-        """Sequences that wait, in order, while there are budget, slots and pages. Who does not fit is waited for: it would starve
-        if smaller ones went by."""
+        """Admit waiting sequences, in order, while there are budget, slots and pages. A sequence that does not fit holds up the
+        others: it would starve if smaller ones overtook it."""
         while self._running.slots and step.tokens < self.settings.max_step_tokens:
             sequence = self._waiting.head()
             if sequence is None or sequence.pending or not self._bring_pages(sequence, step):
@@ -287,9 +290,9 @@ class Scheduler:
             self._schedule_chunk(sequence, step)
 
     def _bring_pages(self, sequence: Sequence, step: Step) -> bool:
-        """Give a waiting sequence what is there of it: shared, swapped or cached. False where there is no room beside the running
-        ones for all of its tokens (with a window, for a chunk): half a prompt that is preempted was computed in vain. Alone, it
-        gets by with what there is."""
+        """Give a waiting sequence the pages that exist for it: shared, swapped or cached. False where there is no room beside the
+        running ones for all of its tokens (with a window, for a chunk): computing half a prompt that is then preempted is wasted.
+        Alone, it gets by with the pages there are."""
         pool, tables, known, alone = self.pool, self._tables, len(sequence.tokens), not self._running
         first, found = tables.match(sequence) if not sequence.computed else (sequence.given_back, [])
         start = sequence.computed or (first + len(found)) * pool.page_tokens
@@ -317,8 +320,9 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence, end: int, step: Step) -> bool:
-        """Have pages available for a running sequence to reach this position, whoever loses them. False if nobody is left to lose
-        any but itself and those who have their chunk: then it is preempted if it decodes, and waits if it is a prompt."""
+        """Make pages available for a running sequence to reach position `end`, whichever sequence loses them. False if only the
+        sequence itself and those that already have their chunk are left to lose any: then it is preempted if it is in decode, and
+        waits if it is in prefill."""
         while self._tables.missing(sequence, end) > self.pool.available:
             self._short = True
             if self._forks:
@@ -333,7 +337,7 @@ class Scheduler:
         return True
 
     def _take_fork(self, fork: Sequence) -> None:
-        """A fork that waits loses its pages, and is computed like any other when its turn comes."""
+        """A waiting fork loses its pages, and is computed like any other sequence when its turn comes."""
         del self._forks[fork]
         self._tables.release(fork)
 

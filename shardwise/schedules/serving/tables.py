@@ -1,8 +1,8 @@
-"""The pages of a sequence: how its table grows, is shared, copied before it is written, given back, found again and swapped.
+"""The page table of a sequence: how it grows, is shared, copied on write, released, found in the prefix cache and swapped.
 
-A page is written by one sequence only. A fork shares the page its parent is writing to: the parent goes on there, behind all that
-the fork reads, and the fork gets a copy when it first writes, or the page itself if the parent has left it. Where the prefix cache
-knows such a page, it forgets it. Full pages need no copies, since what is written only ever follows them.
+A page is written by one sequence only. A fork shares the page its parent is writing to: the parent continues there, behind all that
+the fork reads. The fork gets a copy when it first writes, or the page itself if the parent has released it. Where the prefix cache
+knows such a page, it forgets it. Full pages need no copies, since writes only ever follow them.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from shardwise.schedules.serving.sequence import GIVEN_BACK, Sequence, Step
 
 
 class PageTables:
-    """Changes the tables of sequences and accounts for it in the pool. `window`: the latest positions that a token sees, itself
-    among them; 0: all."""
+    """Changes the page tables of sequences and accounts for it in the pool. `window`: the latest positions that a token sees,
+    itself included; 0: all."""
 
     def __init__(self, pool: PagePool, window: int = 0) -> None:
         self.pool = pool
         self.window = window
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that so many tokens fill, the last perhaps in part."""
+        """Pages that this many tokens fill, the last perhaps in part."""
         return -(-tokens // self.pool.page_tokens)
 
     def fewest(self, tokens: int) -> int:
-        """With how many pages a sequence of so many tokens can be computed, if need be one by one."""
+        """The fewest pages with which a sequence of this many tokens can be computed, if need be one token at a time."""
         whole = self.pages_of(tokens)
         return min(whole, self.pages_of(self.window - 1) + 1) if self.window else whole
 
     def missing(self, sequence: Sequence, end: int) -> int:
-        """Pages it lacks to compute up to this position."""
+        """Pages it lacks to compute up to position `end`."""
         return max(0, self.pages_of(end) - len(sequence.pages)) + self._shared(sequence)
 
     def reach(self, sequence: Sequence) -> int:
-        """Up to which position it can be computed with all pages that are available."""
+        """The position up to which it can be computed with all available pages."""
         usable = self.pool.available - self._shared(sequence)
         return (len(sequence.pages) + usable) * self.pool.page_tokens if usable >= 0 else sequence.computed
 
     def extend(self, sequence: Sequence, end: int, step: Step) -> bool:
-        """Pages of its own to compute up to this position, which must be available. True when the table has changed."""
+        """Give it its own pages to compute up to position `end`; they must be available. True when the table has changed."""
         pages, pool = sequence.pages, self.pool
         at, have = sequence.computed // pool.page_tokens, len(pages)
         changed = False
@@ -59,7 +59,7 @@ class PageTables:
         return changed
 
     def give_back(self, sequence: Sequence) -> bool:
-        """Release the pages that its next token, and all after it, cannot see. True when there were any."""
+        """Release the pages that neither its next token nor any later one can see. True when there were any."""
         if not self.window:
             return False
         first = min(sequence.computed, len(sequence.tokens))  # drafts may yet be rejected
@@ -74,7 +74,7 @@ class PageTables:
         return True
 
     def register(self, sequence: Sequence) -> None:
-        """Tell the prefix cache of pages that are full, of tokens that are known."""
+        """Add its full pages, of known tokens, to the prefix cache."""
         pool = self.pool
         full = min(sequence.computed, len(sequence.tokens)) // pool.page_tokens
         if full > sequence.registered and pool.prefix_cache:
@@ -84,8 +84,8 @@ class PageTables:
             sequence.registered = full
 
     def match(self, sequence: Sequence) -> tuple[int, list[int]]:
-        """The pages of the prefix cache that its next token to compute may follow, and how many pages before these cannot be seen
-        from there. At least one token is left to compute."""
+        """Returns (number of pages before the found ones, which cannot be seen from there; pages of the prefix cache that its next
+        token to compute may follow). At least one token is left to compute."""
         pool = self.pool
         if not (pool.prefix_cache and sequence.reads_cache):
             return 0, []
@@ -110,7 +110,7 @@ class PageTables:
         return 0, found[::-1]
 
     def adopt(self, sequence: Sequence, first: int, found: list[int]) -> None:
-        """Take what `match` has found for its own."""
+        """Share the pages that `match` has found."""
         for page in found:
             self.pool.share(page)
         sequence.pages = [GIVEN_BACK] * first + found
@@ -118,7 +118,8 @@ class PageTables:
         sequence.computed = len(sequence.pages) * self.pool.page_tokens
 
     def fork(self, parent: Sequence, child: Sequence, length: int) -> bool:
-        """Let the child share what is computed of the first tokens, all but the child's last. False where the pages are gone."""
+        """Let the child share what is computed of its first `length` tokens, except its last token. False where the pages are
+        gone."""
         computed = min(parent.computed, length, len(child.tokens) - 1)
         end = self.pages_of(computed)
         first = max(0, (computed - self.window + 1) // self.pool.page_tokens) if self.window else 0
@@ -132,7 +133,7 @@ class PageTables:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """It holds nothing any more; what is full may be found again."""
+        """Release all its pages; full ones may be found again in the prefix cache."""
         if sequence.pages:  # none when it is swapped
             self.register(sequence)
             self.pool.release(reversed(sequence.pages[sequence.given_back :]))
@@ -141,7 +142,7 @@ class PageTables:
         sequence.computed = sequence.registered = sequence.given_back = sequence.limit = 0
 
     def swap_out(self, sequence: Sequence, step: Step) -> bool:
-        """Move what is computed to pages of the host; False if they are too few."""
+        """Move its computed pages to host pages; False if there are too few."""
         self.give_back(sequence)
         kept = sequence.pages[sequence.given_back : self.pages_of(sequence.computed)]
         if len(kept) > self.pool.available_host:
@@ -154,7 +155,7 @@ class PageTables:
         return True
 
     def swap_in(self, sequence: Sequence, step: Step) -> None:
-        """Bring it back. Pages that the prefix cache still holds need not travel."""
+        """Bring it back to the device. Pages that the prefix cache still holds need no copy."""
         pool = self.pool
         first, end = sequence.given_back, self.pages_of(sequence.computed)
         full = min(sequence.computed, len(sequence.tokens)) // pool.page_tokens
@@ -171,12 +172,12 @@ class PageTables:
         sequence.host_pages = []
 
     def _shared(self, sequence: Sequence) -> bool:
-        """Whether the page that is written next has to be copied."""
+        """Whether the page to be written next has to be copied."""
         at, pages = sequence.computed // self.pool.page_tokens, sequence.pages
         return at < len(pages) and self.pool.counts[pages[at]] > 1
 
     def _digest(self, sequence: Sequence, pages: int) -> list[bytes]:
-        """The digests of its pages, at least so many, which are full of known tokens."""
+        """The digests of its pages, at least this many, which are full of known tokens."""
         digests, size = sequence.digests, self.pool.page_tokens
         for at in range(len(digests), pages):
             previous = digests[at - 1] if at else sequence.salt

@@ -1,11 +1,11 @@
-"""Who goes next: sequences that wait, by priority, then by how little their user has been served, then by arrival.
+"""The order of waiting sequences: by priority, then by how little their user has been served, then by arrival.
 
-Service is counted in tokens, a generated one twice a prompt's, and the user who has had least goes first: the virtual token counter
-of Sheng et al. 2024 (Fairness in Serving Large Language Models). A user who comes back after a pause begins at the
-least of those who wait, or idleness would be credit to shut the others out with. What was preempted goes before all others of its
-priority: it has waited already.
+Service is counted in tokens, a generated one twice a prompt's, and the user with the least service goes first: the virtual token
+counter of Sheng et al. 2024 (Fairness in Serving Large Language Models). A user who comes back after a pause begins at the least
+service of the waiting users; otherwise idleness would be credit to shut the others out with. Preempted sequences go before all
+others of their priority: they have waited already.
 
-Counters only grow, so a heap of users may hold old ones: its top is looked up and put back until it is as it says.
+Counters only grow, so entries in a heap of users may be outdated: its top is checked and put back until it is current.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from heapq import heappop, heappush, heapreplace
 from shardwise.schedules.serving.sequence import Sequence, order_of
 
 PROMPT_WEIGHT, GENERATED_WEIGHT = 1, 2
-"""What a token counts, as in the paper."""
+"""The weight of a token, as in the paper."""
 REMEMBERED_USERS = 4096
-"""Users with no sequence whose counter is kept."""
+"""Number of users without a sequence whose counter is kept."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Class:
     queues: dict[str, OrderedDict[Sequence, None]] = field(default_factory=dict)
     """The others, by user."""
     heap: list[tuple[int, int, str]] = field(default_factory=list)
-    """Service, arrival of the first in the queue, user: one entry for each of the queues, never more than is true."""
+    """Service, arrival of the first in the queue, user: one entry for each of the queues, never above its current value."""
 
 
 class WaitingQueue:
@@ -58,7 +58,7 @@ class WaitingQueue:
         return self._count
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence that was not here before."""
+        """Add a sequence that was not here before."""
         user = self._enter(sequence.user)
         if not user.waiting:
             user.service = max(user.service, self._least())
@@ -72,17 +72,17 @@ class WaitingQueue:
         queue[sequence] = None
 
     def add_fork(self, sequence: Sequence) -> None:
-        """A sequence that goes on from one that has been served."""
+        """Add a sequence that continues one that has been served."""
         self._enter(sequence.user)
         self.put_back(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """A sequence that was running goes to the front of its priority."""
+        """Put a sequence that was running at the front of its priority."""
         insort(self._classes.setdefault(sequence.priority, _Class()).returning, sequence, key=order_of)
         self._count += 1
 
     def head(self) -> Sequence | None:
-        """Who is next."""
+        """The next sequence to admit."""
         while self._classes:
             priority = min(self._classes)
             group = self._classes[priority]
@@ -94,7 +94,7 @@ class WaitingQueue:
         return None
 
     def remove(self, sequence: Sequence) -> None:
-        """It is admitted, or ended."""
+        """Remove a sequence that is admitted, or has ended."""
         self._count -= 1
         group = self._classes[sequence.priority]
         returning = group.returning
@@ -108,7 +108,7 @@ class WaitingQueue:
         del group.queues[sequence.user][sequence]
 
     def charge(self, sequence: Sequence) -> None:
-        """Count what was computed of it since the last time. Computing something again after preemption is no service."""
+        """Charge its user for the tokens computed since the last time. Recomputing tokens after preemption is not charged."""
         before, now = sequence.charged, sequence.computed
         if now > before:
             generated = max(0, now - max(before, sequence.prompt))
@@ -122,7 +122,7 @@ class WaitingQueue:
         return self._gone.get(name, 0) if user is None else user.service
 
     def leave(self, sequence: Sequence) -> None:
-        """It has ended. Counters of users who have none left are kept for a while, not forever: users are many."""
+        """A sequence has ended. Counters of users without sequences are kept for a while, not forever: users are many."""
         user = self._users[sequence.user]
         user.sequences -= 1
         if not user.sequences:
@@ -139,12 +139,12 @@ class WaitingQueue:
         return user
 
     def _least(self) -> int:
-        """The least service of users who wait, or that of the last who did."""
+        """The least service of waiting users, or that of the last user who waited."""
         least = [group.heap[0][0] for group in self._classes.values() if self._refresh(group)]
         return min(least) if least else self._last
 
     def _refresh(self, group: _Class) -> bool:
-        """Make the top of the heap true; False when nobody is left."""
+        """Make the top of the heap current; False when no user is left."""
         heap = group.heap
         while heap:
             service, arrival, name = heap[0]

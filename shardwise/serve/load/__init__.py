@@ -1,2 +1,2 @@
-"""A load generator for any server of OpenAI's API: `run.py` makes the requests over `client.py`, `summary.py` says how long they
-took, `picture.py` draws it."""
+"""A load generator for any server of OpenAI's API: `run.py` makes the requests over `client.py`, `summary.py` computes their
+latencies, `report/load_view.py` draws them."""

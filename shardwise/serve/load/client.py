@@ -1,7 +1,7 @@
-"""A connection that sends requests and notes when the events of each answer came.
+"""A connection that sends requests and records when the events of each answer arrive.
 
-Written on asyncio's transports because HTTP libraries cost more for each event than a server does to send it, and would measure
-themselves. It knows what servers of this API send: a status, headers, and a body in chunks or of a known length.
+It is written on asyncio's transports because HTTP libraries spend more time on each event than a server needs to send it, and
+would measure themselves. It handles what servers of this API send: a status, headers, and a body in chunks or of a known length.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ DONE = b"[DONE]"
 
 @dataclass
 class Answer:
-    """What came of one request. Times are of `time.perf_counter`."""
+    """The answer to one request. Times are those of `time.perf_counter`."""
 
     sent: float
     times: array[float] = field(default_factory=lambda: array("d"))
-    """When each event with text came."""
+    """When each event with text arrived."""
     ended: float = 0.0
     error: str = ""
-    """Empty where all went well."""
+    """Empty if there was none."""
     last: bytes = b""
-    """The last event, which says how many tokens there were."""
+    """The last event, which contains the token counts."""
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Tokens of the prompt and of the answer, by the server's count; without one, an event is a token."""
+        """Tokens of the prompt and of the answer, as counted by the server; without its count, each event is one token."""
         try:
             usage = json.loads(self.last)["usage"]
             return int(usage["prompt_tokens"]), int(usage["completion_tokens"])
@@ -48,13 +48,13 @@ class Address:
     host: str
     port: int
     path: str
-    """Before `/completions`."""
+    """The path before `/completions`."""
     secure: bool
     key: str = ""
 
     @classmethod
     def of(cls, url: str, key: str = "") -> Address:
-        """Of a URL with or without `/v1`; raises `ValueError` if it is none."""
+        """Parse a URL with or without `/v1`; raises `ValueError` if it is not one."""
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f'"{url}" is no address of a server such as http://127.0.0.1:8000')
@@ -75,7 +75,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.body = b""
-        """Of an answer that is no stream."""
+        """The body of an answer that is not a stream."""
         self._transport: asyncio.Transport | None = None
         self._answer: Answer | None = None
         self._done: asyncio.Future[None] | None = None
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         return self._open and self._answer is None
 
     async def ask(self, request: bytes, seconds: float) -> Answer:
-        """Send a request and read its answer, which must be complete after so many seconds."""
+        """Send a request and read its answer, which must be complete within `seconds`."""
         assert self._transport is not None
         self._answer = answer = Answer(time.perf_counter())
         self._done = asyncio.get_running_loop().create_future()
@@ -116,12 +116,12 @@ class Connection(asyncio.Protocol):
         return answer
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection."""
         self._open = False
         if self._transport is not None:
             self._transport.abort()
 
-    # What asyncio calls.
+    # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport, self._open = cast(asyncio.Transport, transport), True  # uvloop's is of another class
@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
             data = data[end + 4 :]
         self._buffer = self._chunks(data, now) if self._chunked else self._plain(data)
 
-    # What an answer is made of.
+    # The parts of an answer.
 
     def _read_head(self, head: bytes) -> None:
         first, *lines = head.decode("latin-1").split("\r\n")
@@ -157,7 +157,7 @@ class Connection(asyncio.Protocol):
         self._streams = self._status == 200 and "event-stream" in headers.get("content-type", "")
 
     def _chunks(self, data: bytes, now: float) -> bytes:
-        """Read whole chunks; gives what is left over."""
+        """Read complete chunks; returns the remaining bytes."""
         start = 0
         while True:
             line = data.find(b"\r\n", start)

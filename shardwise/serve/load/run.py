@@ -1,7 +1,7 @@
-"""A load on a server: requests at random moments (Poisson, `rate` a second), or `concurrency` of them at all times.
+"""A load on a server: requests at random times (Poisson, `rate` a second), or `concurrency` of them at all times.
 
-What is asked follows from the seed: lengths, moments and prompts, so that two servers can be given the same. Moments do not wait
-for answers; where this program is late with them itself, it says by how much.
+The seed determines lengths, times and prompts, so that two servers can get the same load. Send times do not depend on answers;
+where this program itself is late, it reports by how much.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from shardwise.run.load import draw_load, prompt_tokens
 from shardwise.serve.load.client import Address, Answer, Connection
 
 SAFE_TOKENS = 256
-"""Random tokens are below this where a server does not say how many it knows: every vocabulary has so many."""
+"""Random tokens are below this if a server does not report its vocabulary size: every vocabulary has at least this many."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of a server."""
+    """The requests to send to a server."""
 
     requests: int
     rate: float = 0.0
-    """Requests a second; 0: `concurrency` counts."""
+    """Requests a second; 0: `concurrency` is used instead."""
     concurrency: int = 0
     input: Lengths = field(default_factory=lambda: Lengths(128, 128))
     output: Lengths = field(default_factory=lambda: Lengths(128, 128))
     texts: Sequence[str] = ()
-    """Prompts; none: random tokens."""
+    """Prompts; if empty, prompts are random tokens."""
     chat: bool = False
     model: str = ""
     sampling: dict[str, Any] = field(default_factory=dict)
     ends: bool = False
-    """Whether an answer may end by itself before its length."""
+    """Whether an answer may end before its length, at an end token."""
     warmup: int = 0
     seed: int = 0
     seconds: float = 600.0
-    """That an answer may take."""
+    """Time limit of an answer."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One request that was made."""
+    """One request that was sent."""
 
     due: float
     """When it was to be sent, in seconds from the start."""
@@ -56,7 +56,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a load has come."""
+    """The progress of a load."""
 
     seconds: float
     sent: int
@@ -68,7 +68,7 @@ class Progress:
 async def run_load(
     address: Address, load: Load, tell: Callable[[Progress], None] = lambda progress: None
 ) -> list[Record]:
-    """Make all requests and wait for their answers, in the order in which they were due."""
+    """Send all requests and wait for their answers; returns them in the order in which they were due."""
     card = await _first_model(address)
     maker = _Requests(address, load, load.model or card["id"], card.get("vocab_size") or SAFE_TOKENS)
     pool = _Pool(address, load.seconds)
@@ -118,7 +118,7 @@ async def _all(load: Load, maker: _Requests, pool: _Pool, tell: Callable[[Progre
 
 
 class _Requests:
-    """The bytes of each request, made when it is due: all of them at once might not fit memory."""
+    """The bytes of each request, made when it is due: all of them at once might not fit in memory."""
 
     def __init__(self, address: Address, load: Load, model: str, vocab: int) -> None:
         self._address, self._load, self._model, self._vocab = address, load, model, vocab
@@ -153,7 +153,7 @@ class _Requests:
 
 
 class _Pool:
-    """Connections that are used again."""
+    """Connections that are reused."""
 
     def __init__(self, address: Address, seconds: float) -> None:
         self._address, self._seconds = address, seconds
@@ -177,7 +177,7 @@ class _Pool:
             return Answer(sent, ended=time.perf_counter(), error=f"no connection: {e.strerror or e}")
         finally:
             self.asking -= 1
-        answer.sent = sent  # a connection's making is a part of what a client waits for
+        answer.sent = sent  # a client also waits for the connection to open
         return answer
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class _Pool:
 
 
 async def _first_model(address: Address) -> dict[str, Any]:
-    """What the server says of its model."""
+    """The server's description of its model."""
     try:
         connection = await Connection.to(address)
         answer = await connection.ask(address.request("GET", "/models"), 30.0)

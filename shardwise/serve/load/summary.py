@@ -1,4 +1,4 @@
-"""What a load generator saw, as the figures of a load (`schedules/serving/figures.py`)."""
+"""The load generator's records as the figures of a load (`schedules/serving/figures.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.serve.load.run import Record
 
 
 def made_of(records: Sequence[Record]) -> list[RequestTimes]:
-    """The requests that were answered."""
+    """The latencies of the requests that were answered."""
     start = min((record.answer.sent - record.due for record in records), default=0.0)
     found = []
     for record in records:
@@ -35,13 +35,13 @@ def made_of(records: Sequence[Record]) -> list[RequestTimes]:
 
 
 def summary(records: Sequence[Record], limits: Limits) -> LoadFigures:
-    """The figures of what was seen."""
+    """The figures of all records."""
     started = min((record.answer.sent for record in records), default=0.0)
     seconds = max((record.answer.ended for record in records), default=0.0) - started
     return LoadFigures(tuple(made_of(records)), len(records), seconds, limits, _errors(records))
 
 
 def _errors(records: Sequence[Record]) -> dict[str, int]:
-    """What went wrong, the commonest first."""
+    """The errors and their counts, the most common first."""
     texts = [r.answer.error or "an answer without a token" for r in records if r.answer.error or not r.answer.times]
     return dict(Counter(texts).most_common(10))

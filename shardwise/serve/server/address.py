@@ -1,4 +1,4 @@
-"""An address to listen at, and a server that says when it does."""
+"""An address to listen at, and a server that reports when it is listening."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shardwise.serve.server.limits import Limits
 
 
 class QuietServer(uvicorn.Server):
-    """Keeps to limits, says nothing but when it listens, and leaves signals to others: uvicorn would raise them again at its end,
-    and so not end well. `last_seconds`: for clients to read the last of their answers."""
+    """A server within limits that reports only that it is listening. It leaves signals to others: uvicorn would raise them again
+    when it ends, and so not exit cleanly. `last_seconds`: time for clients to read the end of their answers."""
 
     def __init__(self, app: ASGIApp, limits: Limits, last_seconds: float, ready: Callable[[], None]) -> None:
         super().__init__(
@@ -46,9 +46,9 @@ class QuietServer(uvicorn.Server):
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """The address to listen at; port 0 is any that is free. Nobody can connect before the server listens."""
+    """A socket bound to the address; port 0 is any free port. Nobody can connect before the server listens."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sends small packets at once only for sockets that say they are TCP's.
+    # asyncio sets TCP_NODELAY only on sockets that are declared as TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -61,6 +61,6 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """The address to give to clients."""
+    """The URL for clients."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,7 +1,7 @@
-"""From the engine's tokens to the text of choices: what is new of each, with the logarithms of its tokens' probabilities.
+"""From the engine's tokens to the text of choices: the new text of each choice, with the logprobs of its tokens.
 
-A choice is one answer to one prompt; that of prompt p and answer i is number p × n + i. Tokens are given once all their text is,
-so that both agree while text is held back for a stop string.
+A choice is one answer to one prompt; answer i to prompt p has index p × n + i. A token is returned once all of its text is, so
+that tokens and text agree while text is held back for a stop string.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from shardwise.serve.text import Detokenizer, Place, Reader
 
 @dataclass(frozen=True)
 class Token:
-    """A token of an answer, or of an echoed prompt, whose first has no probability."""
+    """A token of an answer or of an echoed prompt; the first token of a prompt has no logprob."""
 
     token: int
     logprob: Logprob | None
     start: int
-    """Characters of the text before it."""
+    """Characters of the text before this token."""
 
 
 @dataclass
 class Delta:
-    """What is new of one choice."""
+    """The new text of one choice."""
 
     choice: int
     text: str
@@ -41,14 +41,14 @@ class Delta:
 
 @dataclass
 class Usage:
-    """Tokens of a request."""
+    """The token counts of a request."""
 
     prompt: int = 0
     answer: int = 0
     cached: int = 0
 
     def json(self) -> dict[str, object]:
-        """As OpenAI writes it."""
+        """In OpenAI's format."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.answer,
@@ -61,7 +61,7 @@ class Usage:
 class _Choice:
     reader: Reader
     held: deque[tuple[Logprob, Place]] = field(default_factory=deque)
-    """Tokens with text that is still held back."""
+    """Tokens whose text is still held back."""
     offset: int = 0
     """Characters of the echoed prompt."""
     done: bool = False
@@ -77,12 +77,12 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The complete text."""
         return "".join(self.texts)
 
 
 class Answers:
-    """Reads requests as text. `async for delta in answers.read()`; then `usage` is known."""
+    """Reads the outputs of requests as text. Use `async for delta in answers.read()`; afterwards `usage` is complete."""
 
     def __init__(
         self,
@@ -109,10 +109,10 @@ class Answers:
         ]
         self._begun: set[int] = set()
         self._prompts: dict[str, Output] = {}
-        """The first output of each request, which knows of the prompt."""
+        """The first output of each request, which has the data on its prompt."""
 
     async def whole(self) -> list[Choice]:
-        """All choices, once they have ended."""
+        """All choices, once they are complete."""
         found = [Choice() for _ in self._choices]
         async with aclosing(self.read()) as deltas:
             async for delta in deltas:
@@ -123,7 +123,7 @@ class Answers:
         return found
 
     async def read(self) -> AsyncGenerator[Delta]:
-        """What is new, as it comes. Leaving early aborts the requests."""
+        """The new text, as it arrives. Leaving early aborts the requests."""
         requests = self._requests
         async with aclosing(self._service.generate(*requests)) as outputs:
             async for output in outputs:
@@ -167,7 +167,8 @@ class Answers:
         return Delta(at, text, self._certain(choice) if choice.held else (), finish)
 
     def _certain(self, choice: _Choice) -> list[Token]:
-        """The tokens whose text is all given. At the end, of those before a stop string, also the one that it begins in."""
+        """The tokens whose text is completely returned. If a stop string ends the answer, the token in which it begins is
+        included, and those after it are not."""
         found, reader, end = [], choice.reader, choice.done
         while choice.held:
             logprob, place = choice.held[0]
@@ -179,7 +180,7 @@ class Answers:
         return found
 
     def _begin(self, choice: _Choice, output: Output, delta: Delta, request: Request) -> None:
-        """The first delta of a choice: what is known of the prompt, and its echo."""
+        """Complete the first delta of a choice with the prompt's data and its echo."""
         self._begun.add(delta.choice)
         if request.id not in self._prompts:
             self._prompts[request.id] = output
@@ -202,5 +203,5 @@ class Answers:
 
 
 def finite(logprob: float) -> float:
-    """A logarithm that JSON can say, as OpenAI does for what is impossible."""
+    """A logprob that JSON can represent: at least -9999, as OpenAI writes impossible tokens."""
     return logprob if logprob > -9999.0 else -9999.0

@@ -1,5 +1,4 @@
-"""The HTTP application: which path is answered by what, who is let in, how a body is read, and that whatever goes wrong is an
-error in OpenAI's form."""
+"""The HTTP application: routes, authentication, reading of bodies, and OpenAI's form for every error."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from shardwise.serve.server.stream import Answering, ClientGone, EventStream, fo
 Endpoint = Callable[[Context, Fields, str], Coroutine[Any, Any, Response | EventStream]]
 LOCAL = ("localhost", "127.0.0.1", "::1")
 GONE = 499
-"""The status in our figures of a request whose client went away; nobody ever gets it."""
+"""The status that our metrics count for a request whose client disconnected; it is never sent."""
 
 
 def make_app(context: Context) -> ASGIApp:
@@ -78,7 +77,7 @@ def make_app(context: Context) -> ASGIApp:
 
 
 class _Counted:
-    """Counts what was answered, by path and status."""
+    """Counts responses by path and status."""
 
     def __init__(self, context: Context, app: ASGIApp, known: set[str]) -> None:
         self._context, self._app, self._known = context, app, known
@@ -93,7 +92,7 @@ class _Counted:
             await send(message)
 
         try:
-            # What Starlette was not told to expect it answers and raises again, for a server to log; `for_client` has.
+            # Starlette answers unexpected errors and re-raises them for the server to log; `for_client` has done that.
             with suppress(Exception):
                 await self._app(scope, receive, counted)
         finally:
@@ -106,7 +105,7 @@ def _endpoint(context: Context, function: Endpoint) -> Callable[[Request], Await
         user = _let_in(context, request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
-            # A page of another site may send anything else from a visitor's browser without being asked for permission.
+            # Browsers let pages of other sites send some other content types without a CORS preflight.
             raise ApiError(
                 415, "the body must be JSON: send 'Content-Type: application/json'", code="unsupported_media_type"
             )
@@ -118,17 +117,17 @@ def _endpoint(context: Context, function: Endpoint) -> Callable[[Request], Await
 
 
 def _let_in(context: Context, request: Request) -> str:
-    """Who asks, by the key; raises `ApiError` where nobody may be let in with it."""
+    """The user, by the API key; raises `ApiError` if access is denied."""
     origin = request.headers.get("origin")
     if origin and not context.keys and urlsplit(origin).hostname not in LOCAL:
-        # Without a key, any page that a visitor of this machine opens could use the server (DNS rebinding).
+        # Without a key, any page opened in a browser on this machine could use the server (DNS rebinding).
         raise ApiError(403, "pages of other sites are not let in without an API key", code="foreign_origin")
     return context.user_of(request.headers.get("authorization", ""))
 
 
 async def _read_body(request: Request, limits: Limits) -> bytes:
-    """The body, within the limits. One that is too long is read on for a while and forgotten: a client that is cut off while it
-    sends sees no answer."""
+    """The body, within the limits. A body that is too long is read on for a while and discarded: a client that is cut off while it
+    sends does not see the answer."""
     length = request.headers.get("content-length", "")
     expected = int(length) if length.isdigit() else 0
     too_long = ApiError(413, f"the body is longer than {limits.body_bytes} bytes", code="body_too_long")
@@ -169,7 +168,7 @@ async def _nobody(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What Starlette refuses: paths and methods that there are not."""
+    """Errors of Starlette: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
     message = f"there is nothing at {path}"

@@ -1,6 +1,6 @@
-"""What both endpoints ask of an answer: the fields that OpenAI's completions and chat have in common, and those that servers of
-open models have added (top_k, min_p, repetition_penalty, ignore_eos, stop_token_ids, guided_…, priority), read into the engine's
-words."""
+"""The parameters common to both endpoints: the fields that OpenAI's completions and chat share, and those that servers of open
+models have added (top_k, min_p, repetition_penalty, ignore_eos, stop_token_ids, guided_…, priority), converted to the engine's
+types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.serve.server.fields import Fields, kind
 from shardwise.serve.server.limits import Limits
 from shardwise.serve.server.model import Model
 
-# Of OpenAI's own servers: they store, bill or route by these.
+# Fields for OpenAI's own servers, which store, bill or route by them.
 IGNORED = (
     "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "prediction",
     "verbosity", "reasoning_effort",
@@ -26,7 +26,7 @@ TOKENS = 2**31
 
 @dataclass(frozen=True)
 class Ask:
-    """How a request is to be answered."""
+    """The parameters of a request."""
 
     sampling: Sampling
     n: int
@@ -41,15 +41,15 @@ class Ask:
     priority: int
     form: Form | None
     problem: str = field(default="response_format", repr=False)
-    """The field that gave the form."""
+    """The field that specified the form."""
 
     def requests(self, name: str, prompts: Sequence[Sequence[int]], longest: int, grammars: Grammars) -> list[Request]:
-        """What the engine is asked, a request for each prompt. `longest` is how many tokens a sequence may have."""
+        """The requests to the engine, one for each prompt. `longest` is the largest number of tokens in a sequence."""
         return [
             Request(
                 id=f"{name}-{number}",
                 prompt=tuple(prompt),
-                # An answer of no tokens, which echoes the prompt, is computed as one of one.
+                # An answer of no tokens, which only echoes the prompt, is computed as an answer of one token.
                 max_tokens=max(1, self._room(len(prompt), longest)),
                 sampling=self.sampling,
                 n=self.n,
@@ -74,7 +74,7 @@ class Ask:
 
 
 def read_model(fields: Fields, model: Model) -> None:
-    """Refuse another model than this."""
+    """Refuse requests for another model."""
     name = fields.text("model", model.name, most=4096)
     if name != model.name:
         raise ApiError(
@@ -85,7 +85,7 @@ def read_model(fields: Fields, model: Model) -> None:
 def read_ask(
     fields: Fields, model: Model, vocab: int, limits: Limits, max_tokens: int | None, logprobs: int | None
 ) -> Ask:
-    """The common fields. `max_tokens` is what the endpoint makes of its own, `logprobs` likewise."""
+    """The common fields. The endpoint itself reads `max_tokens` and `logprobs`."""
     stream = fields.flag("stream")
     options = fields.inner("stream_options")
     if options is not None and not stream:
@@ -106,7 +106,7 @@ def read_ask(
         stream=stream,
         include_usage=include_usage,
         user=fields.text("user"),
-        # Lower goes first, so that nobody can go before those who say nothing.
+        # Lower goes first, and 0 is the default, so that nobody can overtake requests without a priority.
         priority=fields.whole("priority", 0, 0, TOKENS),
         form=form,
         problem=named,
@@ -119,7 +119,7 @@ def _sampling(fields: Fields, model: Model, vocab: int, logprobs: int | None) ->
     top_p = fields.number("top_p", usual.get("top_p", 1.0), 0.0, 1.0)
     top_k = fields.whole("top_k", int(usual.get("top_k", 0)), -1, TOKENS)
     return Sampling(
-        # Nothing but the likeliest token: a temperature of 0 says the same.
+        # top_p = 0 keeps only the likeliest token, which is the same as temperature 0.
         temperature=temperature if top_p > 0 else 0.0,
         top_k=max(0, top_k),
         top_p=top_p or 1.0,
@@ -157,7 +157,7 @@ def _stops(fields: Fields, most: int) -> tuple[str, ...]:
         raise fields.wrong("stop", f"must be a string or an array of strings, not {kind(given)}", "invalid_type")
     if len(texts) > most or any(len(text) > 1024 for text in texts):
         raise fields.wrong("stop", f"may have {most} strings of 1024 characters, no more")
-    # An empty one would end each answer before it begins; clients send it for none.
+    # An empty stop string would end every answer at once; clients send it to mean none.
     return tuple(dict.fromkeys(text for text in texts if text))
 
 
@@ -172,7 +172,7 @@ def _stop_tokens(fields: Fields, vocab: int) -> frozenset[int]:
 
 
 def _form(fields: Fields) -> tuple[Form | None, str]:
-    """The form that an answer must have, and the field that says so."""
+    """The form that an answer must have, and the field that specified it."""
     found: list[tuple[Form, str]] = []
     if (wanted := fields.inner("response_format")) is not None:
         form = _response_format(wanted)

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: the next message of a conversation, whose prompt the model's chat template makes."""
+"""`/v1/chat/completions`: the next message of a conversation; the model's chat template makes the prompt."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from shardwise.serve.text import token_text
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 NO_TOOLS = "is not supported: calls of tools are not read from the answer"
 PASSED_ON = ("name", "tool_calls", "tool_call_id", "reasoning_content")
-"""What else a message may have, for the template."""
+"""Further fields of a message that are passed on to the template."""
 
 
 async def chat_completions(context: Context, fields: Fields, user: str) -> Response | EventStream:
-    """Answer a request, or begin to."""
+    """Answer a request, or start its stream."""
     timing, model, service = Timing(context.metrics), context.model, context.service
     read_model(fields, model)
     messages = _messages(fields)
@@ -74,7 +74,7 @@ def _logprobs_wanted(fields: Fields) -> int | None:
 
 
 def _refuse(fields: Fields) -> None:
-    """What would be answered otherwise than it was asked."""
+    """Refuse fields that would change the answer in a way that is not supported."""
     for name in ("tools", "functions"):
         fields.only(name, ([],), NO_TOOLS)
     fields.only("tool_choice", ("none", "auto"), NO_TOOLS)
@@ -122,7 +122,7 @@ def _part(fields: Fields) -> str:
 
 
 async def _events(answers: Answers, ask: Ask, head: dict[str, Any], tokenizer: Tokenizer) -> AsyncGenerator[bytes]:
-    # Most of an event is the same each time; only what differs is written as JSON.
+    # Most of an event is the same each time; only the parts that differ are encoded as JSON.
     usage = ', "usage": null' if ask.include_usage else ""
     start, end = f'data: {json.dumps(head)[:-1]}{usage}, "choices": [{{"index": ', "}]}\n\n"
     role = '"delta": {"role": "assistant", "content": ""}, "logprobs": null, "finish_reason": null'

@@ -1,4 +1,4 @@
-"""`/v1/completions`: text that continues prompts, each a string or tokens."""
+"""`/v1/completions`: continues prompts, each a string or tokens."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from shardwise.serve.server.stream import EventStream
 from shardwise.serve.text import token_text
 
 DEFAULT_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 LONG = 20_000
-"""Characters from which on a prompt is encoded beside the event loop, which others wait for."""
+"""Prompts of more characters are encoded in a thread, so that the event loop does not block."""
 
 
 async def completions(context: Context, fields: Fields, user: str) -> Response | EventStream:
-    """Answer a request, or begin to."""
+    """Answer a request, or start its stream."""
     timing, model, service = Timing(context.metrics), context.model, context.service
     read_model(fields, model)
     given, special = fields.get("prompt"), fields.flag("add_special_tokens", True)
@@ -87,7 +87,7 @@ async def _prompts(context: Context, fields: Fields, given: Any, special: bool, 
 
 
 async def encode(context: Context, text: str, special: bool) -> list[int]:
-    """The tokens of a text, at least one; `special` with those that the tokenizer puts around it."""
+    """The tokens of a text, at least one; `special` includes those that the tokenizer puts around it."""
     tokenizer = context.model.tokenizer
     function = tokenizer.encode_prompt if special else tokenizer.encode
     found = await asyncio.to_thread(function, text) if len(text) > LONG else function(text)
@@ -97,7 +97,7 @@ async def encode(context: Context, text: str, special: bool) -> list[int]:
 
 
 async def _events(answers: Answers, ask: Ask, head: dict[str, Any], tokenizer: Tokenizer) -> AsyncGenerator[bytes]:
-    # Most of an event is the same each time; only what differs is written as JSON.
+    # Most of an event is the same each time; only the parts that differ are encoded as JSON.
     usage = ', "usage": null' if ask.include_usage else ""
     start, end = f'data: {json.dumps(head)[:-1]}{usage}, "choices": [{{"index": ', "}]}\n\n"
     async with aclosing(answers.read()) as deltas:
@@ -134,6 +134,6 @@ def _logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _likeliest(logprob: Logprob, tokenizer: Tokenizer) -> dict[str, float]:
-    """The likeliest tokens and the one that was taken. Of two that are written alike, the likelier."""
+    """The likeliest tokens and the sampled one. If two have the same text, the likelier is kept."""
     found = {token_text(tokenizer, token): finite(value) for token, value in reversed(logprob.top)}
     return {**found, token_text(tokenizer, logprob.token): finite(logprob.logprob)}

@@ -1,4 +1,4 @@
-"""What every request is answered with: the model, the service, limits, keys and figures of one server."""
+"""Shared by all requests: the model, service, limits, keys and metrics of one server."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Context:
     service: Service
     limits: Limits = field(default_factory=Limits)
     keys: tuple[str, ...] = ()
-    """Any of which lets a client in; none: everybody is let in."""
+    """API keys, any of which grants access; if empty, everybody has access."""
     metrics: Metrics = field(default_factory=Metrics)
 
     def __post_init__(self) -> None:
         self.grammars = Grammars(self.model.tokenizer, self.service.vocab, self.model.ends)
 
     async def requests(self, ask: Ask, name: str, prompts: Sequence[Sequence[int]]) -> list[Request]:
-        """What the engine is asked. A form's grammar is made beside the event loop, which others wait for."""
+        """The requests to the engine. A grammar is compiled in a thread, so that the event loop does not block."""
         longest = self.service.max_tokens
         if ask.form is None:
             return ask.requests(name, prompts, longest, self.grammars)
@@ -43,15 +43,15 @@ class Context:
             raise ApiError(400, f"'{ask.problem}' {e}", ask.problem, "invalid_value") from None
 
     def user_of(self, authorization: str) -> str:
-        """Who a client is, by its key; empty where that says nothing. Raises `ApiError` for a wrong key."""
+        """The user's name by the API key; empty if the key does not distinguish users. Raises `ApiError` for a wrong key."""
         if not self.keys:
             return ""
         kind, _, given = authorization.partition(" ")
         sent = given.strip().encode("utf-8", "surrogateescape")
-        # Every key is compared, in a time that does not tell how much of it was right.
+        # Every key is compared, in a time that does not depend on how much of it was right.
         found = [hmac.compare_digest(sent, key.encode()) for key in self.keys]
         if kind.lower() != "bearer" or not any(found):
             reason = "Incorrect API key provided." if authorization else "You did not provide an API key."
             raise ApiError(401, f"{reason} Send it as 'Authorization: Bearer KEY'.", code="invalid_api_key")
-        # With one key for all, users share the engine by the name that their request gives.
+        # With a single key, the request's own user name decides how users share the engine.
         return f"key {found.index(True)}" if len(self.keys) > 1 else ""

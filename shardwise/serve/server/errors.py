@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: OpenAI's JSON, whatever it was and whoever noticed."""
+"""Errors for clients, always as OpenAI's JSON, whatever went wrong and wherever it was noticed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param` names the field that is wrong, `code` the mistake."""
+    """An error response. `param` names the field that is wrong, `code` the kind of mistake."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: float = 0.0
@@ -30,14 +30,14 @@ class ApiError(Exception):
 
     @property
     def body(self) -> bytes:
-        """The JSON."""
+        """The error as JSON."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to come again, and how to be let in."""
+        """The headers, with the retry time and the authentication scheme where they apply."""
         found = {"content-type": "application/json"}
         if self.retry_after:
             found["retry-after"] = str(math.ceil(self.retry_after))
@@ -47,7 +47,7 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError | None:
-    """The error for a client of what the service or the engine raised; None for a mistake of our own."""
+    """The client's error for an exception of the service or the engine; None if it is a bug of the server."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):

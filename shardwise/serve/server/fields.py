@@ -1,6 +1,6 @@
-"""A request's JSON, read by hand: each field is asked for with its type and limits, and what nobody asked for is refused by name.
+"""Reads a request's JSON by hand: each field is read with its type and limits, and unknown fields are refused by name.
 
-A null is a field that was left out, as OpenAI's clients send it. What is wrong raises `ApiError` with the field's name.
+A null counts as a missing field, as OpenAI's clients send it. A mistake raises `ApiError` with the field's name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _KINDS = {dict: "an object", list: "an array", str: "a string", bool: "a boolean
 
 
 def parse(raw: bytes) -> Any:
-    """JSON of UTF-8. Python reads more than JSON has, and makes strings that are no Unicode; these are refused."""
+    """Parse UTF-8 JSON. Python also accepts values that JSON lacks, and strings that are not valid Unicode; both are refused."""
     try:
         found = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
         if b"\\u" in raw:  # half a surrogate pair would fail later, where nobody expects it
@@ -36,12 +36,12 @@ def _refuse_constant(name: str) -> None:
 
 
 def kind(value: object) -> str:
-    """What JSON calls the type of a value."""
+    """JSON's name for the type of a value."""
     return "null" if value is None else _KINDS.get(type(value), "a value")
 
 
 class Fields:
-    """The fields of one object. `name` is what it is called in the request, for messages about what is in it."""
+    """The fields of one object. `name` is the object's name in the request, for error messages."""
 
     def __init__(self, values: object, name: str = "") -> None:
         if not isinstance(values, dict):
@@ -52,12 +52,12 @@ class Fields:
         self._known: set[str] = set()
 
     def get(self, name: str) -> Any:
-        """Any value; None where there is none."""
+        """Any value; None if it is missing."""
         self._known.add(name)
         return self._values.get(name)
 
     def wrong(self, name: str, message: str, code: str = "invalid_value") -> ApiError:
-        """The error about one field."""
+        """The error for one field."""
         param = self._prefix + name
         return ApiError(400, f"'{param}' {message}", param, code)
 
@@ -71,7 +71,7 @@ class Fields:
         return value
 
     def text(self, name: str, default: str = "", most: int = 1024) -> str:
-        """A string of at most so many characters."""
+        """A string of at most `most` characters."""
         value = self.get(name)
         if value is None:
             return default
@@ -82,12 +82,12 @@ class Fields:
         return value
 
     def whole(self, name: str, default: int, least: int, most: int) -> int:
-        """A whole number between limits."""
+        """An integer between limits."""
         found = self.maybe_whole(name, least, most)
         return default if found is None else found
 
     def maybe_whole(self, name: str, least: int, most: int) -> int | None:
-        """A whole number between limits; None where there is none."""
+        """An integer between limits; None if it is missing."""
         value = self.get(name)
         if value is None:
             return None
@@ -111,29 +111,29 @@ class Fields:
         return float(value)
 
     def one_of(self, name: str, default: str, words: Sequence[str]) -> str:
-        """One of some words."""
+        """One of several words."""
         value = self.text(name, default)
         if value not in words:
             raise self.wrong(name, f'must be {" or ".join(map(repr, words))}, not "{value[:50]}"')
         return value
 
     def inner(self, name: str) -> Fields | None:
-        """The fields of an object inside of this one."""
+        """The fields of an object inside this one."""
         value = self.get(name)
         return None if value is None else Fields(value, self._prefix + name)
 
     def only(self, name: str, allowed: Iterable[object], reason: str) -> None:
-        """Refuse a field that asks for something that there is not, unless its value asks for nothing."""
+        """Refuse an unsupported field, unless its value is one of `allowed`, which ask for nothing."""
         value = self.get(name)
         if value is not None and value not in allowed:
             raise self.wrong(name, reason, "unsupported_value")
 
     def ignore(self, *names: str) -> None:
-        """Fields that change nothing here."""
+        """Accept fields that have no effect here."""
         self._known.update(names)
 
     def end(self) -> None:
-        """Refuse fields that nobody asked for, as OpenAI does."""
+        """Refuse fields that were never read, as OpenAI does."""
         unknown = [name for name in self._values if name not in self._known]
         if unknown:
             param = self._prefix + unknown[0][:100]
@@ -144,5 +144,5 @@ class Fields:
 
 
 def _short(value: float) -> str:
-    """A number for a message, however large."""
+    """A number for an error message, however large."""
     return f"{value:g}" if isinstance(value, float) or value.bit_length() < 64 else "a number that is too large"

@@ -1,8 +1,8 @@
-"""Connections within limits: uvicorn's HTTP protocol, with what it lacks. It waits forever for headers, takes them of any length,
-keeps a connection whose client never reads, and answers what is no HTTP in plain text.
+"""Connections within limits: adds what uvicorn's HTTP protocol lacks. uvicorn waits forever for headers, accepts them at any
+length, keeps a connection whose client never reads, and answers requests that are not HTTP in plain text.
 
-Each connection has one deadline at a time: for the head of a request, for the next request, or for a client to read on. A body's
-is the application's, which reads it.
+Each connection has one deadline at a time: for the headers of a request, for the next request, or for a client to read on. The
+application, which reads the body, has its own deadline for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.serve.server.limits import Limits
 
 
 def guarded(limits: Limits) -> type[HttpToolsProtocol]:
-    """The protocol with these limits."""
+    """The protocol class with these limits."""
 
     class Guarded(HttpToolsProtocol):
         _head_deadline: asyncio.TimerHandle | None = None
@@ -67,7 +67,7 @@ def guarded(limits: Limits) -> type[HttpToolsProtocol]:
 
         @property
         def _answered(self) -> bool:
-            """Whether no request is being answered, so that what comes is a new one."""
+            """Whether no request is being answered, so that the next bytes begin a new one."""
             return self.cycle is None or self.cycle.response_complete
 
         def _expect_head(self) -> None:
@@ -83,7 +83,7 @@ def guarded(limits: Limits) -> type[HttpToolsProtocol]:
                 self.transport.close()
 
         def _refuse(self, error: ApiError) -> None:
-            """Answer in the application's place, and end the connection. Inside of another answer there is no place for it."""
+            """Answer instead of the application, and close the connection. If another answer has started, only close it."""
             self._head_deadline = _cancelled(self._head_deadline)
             if self.transport.is_closing():
                 return

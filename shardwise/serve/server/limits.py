@@ -1,4 +1,4 @@
-"""What the server takes, at most: of bytes, time, connections and work. Everything that a client can make grow has a line here."""
+"""The server's limits on bytes, time, connections and work. Everything that a client can make grow has a line here."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class Limits:
     head_bytes: int = 64 * 2**10
     """Of a request's first line and headers."""
     head_seconds: float = 20.0
-    """From a connection's first byte, or its being made, to the end of a request's headers."""
+    """From a connection's first byte, or from its opening, to the end of a request's headers."""
     body_seconds: float = 60.0
-    """From there to the end of its body."""
+    """From the end of the headers to the end of the body."""
     idle_seconds: float = 30.0
-    """Between two requests of a connection."""
+    """Between two requests on a connection."""
     stalled_seconds: float = 60.0
-    """That a client may leave an answer unread, once the buffers between are full."""
+    """How long a client may leave an answer unread, once the buffers in between are full."""
     connections: int = 4096
     waiting: int = 1024
-    """Requests that wait for their first token; further ones are told to come again."""
+    """Requests that wait for their first token; further ones are told to retry later."""
     choices: int = 128
     """Answers of one request: prompts times `n`."""
     stops: int = 16
     """Stop strings of a request."""
     drain_seconds: float = 60.0
-    """That a server which was told to end gives to the requests that are running."""
+    """How long a server that was told to end waits for its running requests."""

@@ -1,6 +1,6 @@
-"""A server from its first address to its end: it listens, says when it is ready, and once told to end takes no more requests,
-finishes what runs within a limit, and goes. While it drains it still answers, so that a balancer sees that it is not to be asked
-any more."""
+"""A server from start to end: it listens, reports when it is ready, and once told to end refuses new requests, finishes the
+running ones within a time limit, and exits. While it drains it still responds, so that a load balancer sees that it accepts no
+more requests."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from shardwise.serve.server.model import Model
 from shardwise.serve.service import Engine, Service
 
 LAST_SECONDS = 5.0
-"""For clients to read the last of their answers, after the drain."""
+"""Time for clients to read the end of their answers, after the drain."""
 
 
 class Stop:
-    """Asks a server to end; asked again, it ends at once. For the server's own thread; `call_soon_threadsafe` for others."""
+    """Asks a server to end; a second call ends it at once. For the server's own thread; others use `call_soon_threadsafe`."""
 
     def __init__(self) -> None:
         self.wanted = asyncio.Event()
         self.at_once = asyncio.Event()
 
     def ask(self) -> None:
-        """End."""
+        """Ask the server to end."""
         (self.at_once if self.wanted.is_set() else self.wanted).set()
 
 
@@ -43,9 +43,9 @@ async def serve(
     keys: Sequence[str] = (),
     ready: Callable[[Context], None] = lambda context: None,
 ) -> BaseException | None:
-    """Answer requests at an address until told to end; gives what the engine failed with, if it did."""
+    """Answer requests at an address until told to end; returns the engine's error if it failed."""
     limits = limits or Limits()
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that goes away
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns about every client that disconnects
     service = Service(engine, limits.waiting)
     context = Context(model, service, limits, tuple(keys))
     server = QuietServer(make_app(context), limits, LAST_SECONDS, lambda: ready(context))
@@ -65,14 +65,14 @@ async def serve(
 
 
 async def _until(task: asyncio.Task[Any], told: asyncio.Event) -> None:
-    """Wait until a task is done, or this is told."""
+    """Wait until a task is done or the event is set."""
     telling = asyncio.create_task(told.wait())
     await asyncio.wait((task, telling), return_when=asyncio.FIRST_COMPLETED)
     telling.cancel()
 
 
 def within_files(limits: Limits) -> Limits:
-    """The limits, with no more connections than this process may have open files, which is raised as far as it goes."""
+    """The limits, with no more connections than this process may have open files; that number is first raised to its maximum."""
     import resource
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

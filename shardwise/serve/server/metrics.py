@@ -1,5 +1,5 @@
-"""Figures of the server for Prometheus, in its text format, which is plain enough to write without a library: what was asked, how
-long it took, and what the engine says of itself."""
+"""The server's metrics for Prometheus, in its text format, which is simple enough to write without a library: requests, latencies,
+and the engine's statistics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.
 
 
 class Histogram:
-    """How many values were at most each of some bounds."""
+    """A histogram: how many values were at most each bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -31,7 +31,7 @@ class Histogram:
 
 
 class Metrics:
-    """What the server counts."""
+    """The server's counters and histograms."""
 
     def __init__(self) -> None:
         self.responses: Counter[tuple[str, int]] = Counter()
@@ -43,7 +43,7 @@ class Metrics:
         self.whole = Histogram(SECONDS)
 
     def text(self, service: Service) -> str:
-        """All figures, in the format."""
+        """All metrics in Prometheus's text format."""
         stats = service.stats
         lines: list[str] = []
         for name, kind, meaning, values in (
@@ -93,7 +93,7 @@ class Metrics:
 
 
 class Timing:
-    """The moments of one request, from its arrival on."""
+    """The times of one request, from its arrival on."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -102,7 +102,7 @@ class Timing:
         self._count = 0
 
     def tokens(self, count: int) -> None:
-        """Some tokens have come."""
+        """Record that tokens have arrived."""
         self._last = time.perf_counter()
         self._count += count
         if not self._first:
@@ -110,7 +110,7 @@ class Timing:
             self._metrics.first_token.add(self._first - self._start)
 
     def end(self, prompt: int, answer: int, choices: int) -> None:
-        """The request was answered, with so many choices side by side."""
+        """Record that the request is answered, with this many choices in parallel."""
         self._metrics.prompt_tokens += prompt
         self._metrics.answer_tokens += answer
         self._metrics.whole.add(time.perf_counter() - self._start)

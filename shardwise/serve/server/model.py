@@ -1,5 +1,5 @@
-"""What the server knows of the model that it serves, from the files of its checkpoint: name, tokenizer, chat template, which
-tokens end an answer, and the sampling that its publisher recommends, which holds where a request says nothing."""
+"""The server's view of its model, from the files of the checkpoint: name, tokenizer, chat template, the tokens that end an answer,
+and the sampling parameters that its publisher recommends, which are the defaults of a request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.data.chat.template import PLAIN, ChatTemplate, load_template
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 
 GENERATION = "generation_config.json"
-# What a generation_config.json may recommend, and the values that make sense.
+# The parameters that a generation_config.json may recommend, and their valid ranges.
 RECOMMENDED = {
     "temperature": (0.0, 2.0),
     "top_p": (1e-6, 1.0),
@@ -40,12 +40,13 @@ class Model:
 
     @property
     def first(self) -> int:
-        """The token that an empty prompt begins with."""
+        """The token that stands for an empty prompt."""
         return self.tokenizer.special_tokens.get("bos", ("", self.tokenizer.end))[1]
 
 
 def load_model_files(folder: Path, name: str, template: str | Path | None = None, adapter: Path | None = None) -> Model:
-    """The model of a checkpoint's folder; `template` is a file to use instead of its own, or of that of its `adapter`."""
+    """The model of a checkpoint folder; `template` is a file to use instead of the chat template of the folder or of its
+    `adapter`."""
     tokenizer = load_tokenizer(folder)
     generation = _read_json(folder / GENERATION)
     ends = generation.get("eos_token_id")

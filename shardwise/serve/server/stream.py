@@ -1,7 +1,7 @@
-"""Answers to a client that may go away: work that ends when it does, and answers sent as they come (server-sent events).
+"""Responses to a client that may disconnect: work that is then cancelled, and answers sent as they arrive (server-sent events).
 
-A stream's headers wait for its first event, so that what is wrong with a request is a status and not a broken stream. What goes
-wrong later is an event with the error, which OpenAI's client raises.
+A stream's headers wait for its first event, so that a mistake in a request yields an error status and not a broken stream. A later
+error is sent as an event, which OpenAI's client raises.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ DONE = b"data: [DONE]\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect the events otherwise
+    (b"x-accel-buffering", b"no"),  # otherwise nginx would buffer the events
 ]
 Result = TypeVar("Result")
 
 
 class ClientGone(Exception):
-    """Nobody is there to be answered."""
+    """The client has disconnected."""
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """What some work results in; it is cancelled as soon as the client goes away, and then `ClientGone` is raised."""
+    """The result of a coroutine. If the client disconnects, the work is cancelled and `ClientGone` is raised."""
     job = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_gone(receive))
     try:
@@ -51,13 +51,13 @@ async def _gone(receive: Receive) -> None:
 
 
 def response_of(error: ApiError) -> Response:
-    """An error as a response. Its connection ends where the client may still be sending."""
+    """An error as a response. It closes the connection if the client may still be sending."""
     closes = {"connection": "close"} if error.status in (408, 413) else {}
     return Response(error.body, error.status, {**error.headers, **closes})
 
 
 def for_client(error: Exception) -> ApiError:
-    """What a client is told of any error. One that is a mistake of ours is shown to whoever runs the server."""
+    """The client's error for any exception. The traceback of a bug of the server is printed."""
     known = api_error(error)
     if known is None:
         traceback.print_exception(error)
@@ -66,16 +66,16 @@ def for_client(error: Exception) -> ApiError:
 
 
 class EventStream:
-    """Events of an answer, each sent when it comes."""
+    """The events of an answer, each sent when it arrives."""
 
     begun = False
-    """Whether its status was sent."""
+    """Whether the status was sent."""
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
         self._events = events
 
     async def send(self, send: Send) -> None:
-        """Send them all; raises what goes wrong before the first."""
+        """Send all events; raises errors that occur before the first."""
         async with aclosing(self._events) as events:
             first = await anext(events)
             self.begun = True
@@ -91,14 +91,14 @@ class EventStream:
 
 
 class Answering(Response):
-    """Some work whose result is sent as the response; it ends when the client goes away."""
+    """A coroutine whose result is sent as the response; it is cancelled when the client disconnects."""
 
     def __init__(self, work: Coroutine[Any, Any, Response | EventStream]) -> None:
         self._work = work
         self._result: Response | EventStream | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Work, then send; raises `ClientGone` where not even a status was sent."""
+        """Run the coroutine, then send its result; raises `ClientGone` if not even a status was sent."""
         try:
             await unless_gone(receive, self._answer(scope, receive, send))
         except ClientGone:

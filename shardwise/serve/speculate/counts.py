@@ -1,4 +1,4 @@
-"""How many guesses were verified, and how many were right, by their place behind the last token."""
+"""How many draft tokens were verified, and how many were accepted, by their position after the last token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class DraftCounts:
         self.accepted = [0] * places
 
     def add(self, drafted: int, accepted: int) -> None:
-        """So many guesses of a sequence were verified, and the first of them were right."""
+        """Count `drafted` verified tokens of a sequence, of which the first `accepted` were right."""
         for place in range(drafted):
             self.drafted[place] += 1
             self.accepted[place] += place < accepted

@@ -1,10 +1,10 @@
-"""Guesses by a small model of the same vocabulary, with the parts of the engine: a runner of its own, whose pages are numbered as
-the large one's. Whatever the scheduler does to a page, to share, copy, swap or find it again, is done to both; so the small model
-needs no scheduler, and prefix hits, forks and preemption hold for it too.
+"""Drafts by a small model of the same vocabulary, which reuses the engine's parts: it has its own runner, whose pages have the
+same numbers as the large model's. Whatever the scheduler does to a page (share, copy, swap or find it again) is done to both. So
+the draft model needs no scheduler, and prefix hits, forks and preemption work for it too.
 
-It computes prompts along with the large one. Then, for each step, it computes the tokens that were accepted since its last guess
-and one guess after the other, each with the noise that the large model will draw with. On a GPU nothing is waited for in between.
-What it has written of guesses that were wrong is written over the next time.
+It computes prompts together with the large model. Then, in each step, it computes the tokens accepted since its last draft, and
+drafts one token after the other, each with the noise that the large model will draw with. On a GPU there is no host sync in
+between. KV cache entries of rejected drafts are overwritten the next time.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ TO_FILL = -1
 
 
 class DraftModel:
-    """The small model of an engine."""
+    """The draft model of an engine."""
 
     def __init__(self, runner: Runner, count: int) -> None:
         self.runner, self.count = runner, count
         self.computed: dict[Sequence, int] = {}
-        """Tokens of each sequence, as far as they are known, whose keys are in the small model's pages."""
+        """How many known tokens of each sequence have their keys in the draft model's pages."""
 
     def warm(self, step_tokens: int) -> None:
-        """Record its steps, too."""
+        """Capture its CUDA graphs, too."""
         self.runner.warm(step_tokens)
 
     def propose(self, sequences: Iterable[Sequence]) -> None:
-        """Places to fill: what is guessed needs pages, which the scheduler gives."""
+        """Reserve placeholders: drafts need pages, which the scheduler allocates."""
         for sequence in sequences:
             if not (sequence.pending or sequence.drafts):
                 sequence.drafts = [TO_FILL] * self.count
 
     def swap(self, step: Step, host_pages: int) -> None:
-        """Its pages go with the large model's."""
+        """Swap its pages along with the large model's."""
         self.runner.swap(step.swap_out, step.swap_in, host_pages)
 
     def assign(self, slot: int, sampling: Sampling, seed: int) -> None:
-        """It draws with the same noise, from what the same cuts leave. Penalties would need counts of its own, and only make some
-        guesses better."""
+        """Assign a slot. It draws with the same noise, after the same top-k, top-p and min-p cuts. Penalties would need counts of
+        its own, and would only improve some drafts."""
         plain = replace(
             sampling, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, logprobs=None, prompt_logprobs=None
         )  # fmt: skip
         self.runner.sampler.assign(slot, plain, seed, (), ())
 
     def fill(self, step: Step, changes: Items[tuple[int, int, int]]) -> None:
-        """Compute the step's prompts, and guess."""
+        """Compute the step's prompts, and draft."""
         self.runner.set_pages(changes)
         self.runner.copy_pages(step.copies)
         rows, guessing = [], []
@@ -79,7 +79,7 @@ class DraftModel:
         found = [(launched.read(), order) for launched, order in made] if guessing else []
         for chunk in guessing:
             sequence, slot = chunk.sequence, chunk.sequence.slot + 1
-            # Scores that are no numbers make no token; any other is then as good.
+            # Logits that are not finite yield no token (-1); any other draft is then as good.
             sequence.drafts = [max(0, tokens[order[slot]]) for tokens, order in found[: chunk.count - 1]]
             self.computed[sequence] = chunk.start + chunk.count - 1
 
@@ -89,11 +89,11 @@ class DraftModel:
         return Row(sequence.slot + 1, chunk.start, sequence.tokens[chunk.start : end], chunk.count, 0)
 
     def _known(self, chunk: Chunk) -> Row:
-        """The tokens that are known and not computed here, the last of which the large model computes now."""
+        """The known tokens that are not computed here yet; the large model computes the last of them in this step."""
         sequence, end = chunk.sequence, chunk.start + 1
         start = min(self.computed[sequence], chunk.start)
         return Row(sequence.slot + 1, start, sequence.tokens[start:end], end - start, 1)
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """The sequence has ended."""
         self.computed.pop(sequence, None)

@@ -1,4 +1,4 @@
-"""Who guesses, as the engine asks for it."""
+"""The drafter interface that the engine uses."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 
 class Drafter(Protocol):
-    """Sets the drafts of sequences. Called in this order for each step."""
+    """Sets the drafts of sequences. The methods are called in this order for each step."""
 
     def warm(self, step_tokens: int) -> None:
-        """Do now what the first step would wait for."""
+        """Do now what the first step would otherwise wait for."""
 
     def propose(self, sequences: Iterable[Sequence]) -> None:
-        """Before a step is scheduled: set the drafts of those whose last token is known, or as many places to fill."""
+        """Before a step is scheduled: set drafts, or as many placeholders, for sequences whose last token is known."""
 
     def swap(self, step: Step, host_pages: int) -> None:
-        """Move pages between device and host as the step says."""
+        """Swap pages between device and host as the step says."""
 
     def assign(self, slot: int, sampling: Sampling, seed: int) -> None:
-        """A slot is given to a sequence."""
+        """Assign a slot to a sequence."""
 
     def fill(self, step: Step, changes: Items[tuple[int, int, int]]) -> None:
-        """The step is scheduled, with these changes of pages (slot, index, page): fill the places that it verifies."""
+        """The step is scheduled, with these page table changes (slot, index, page): fill the placeholders that it verifies."""
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """The sequence has ended."""
 
 
 def drafter_of(settings: ServeConfig, draft: Runner | None) -> Drafter | None:
-    """As `serve.speculate` says; `draft` is the runner of the small model."""
+    """The drafter that `serve.speculate` names; `draft` is the runner of the draft model."""
     if settings.speculate == "ngram":
         return NgramDrafter(settings.ngram_min, settings.ngram_max, settings.draft_tokens)
     if settings.speculate == "draft":

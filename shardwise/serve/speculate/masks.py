@@ -1,5 +1,5 @@
-"""The tokens that grammars allow next, also behind guesses: a guess that is not allowed is wrong, and what follows it is not looked
-at."""
+"""The tokens that grammars allow next, also after draft tokens: a draft that is not allowed is rejected, and the rows after it are
+not used."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def allowed_words(grammar: Grammar, words: int) -> np.ndarray:
 
 
 def masks_along(grammar: Grammar, drafts: Items[int], words: int) -> np.ndarray:
-    """Of the next token, and of those behind each guess [1 + guesses, words]; all bits where a guess before was not allowed. The
-    grammar itself stays where it is."""
+    """Masks of the next token, and of the token after each draft [1 + drafts, words]; all bits are set after a draft that is not
+    allowed. The grammar itself does not advance."""
     found = np.full((1 + len(drafts), words), -1, np.int32)
     found[0] = allowed_words(grammar, words)
     if drafts:

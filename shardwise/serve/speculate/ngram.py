@@ -1,5 +1,5 @@
-"""Guesses by prompt lookup (Saxena 2023): what followed the latest tokens where they stood before in the same sequence. It costs no
-device time, and is right where answers repeat what they were given: code, extraction, rewriting.
+"""Drafts by prompt lookup (Saxena 2023): the tokens that followed an earlier occurrence of the latest n-gram in the same sequence.
+It costs no device time, and is right where answers repeat their input: code, extraction, rewriting.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from shardwise.schedules.serving import Sequence, Step
 from shardwise.serve.request import Sampling
 
 LOOKS = 64
-"""Places that are compared, the latest first: where there are more, the text repeats itself, and these are as good."""
+"""Occurrences that are compared, the latest first: if there are more, the text repeats itself, and these are as good."""
 
 
 class NgramIndex:
-    """Where runs of `least` tokens of a growing text stand, each linked to the one before: four bytes for a token beside the last
-    place of each run."""
+    """The occurrences of each n-gram of `least` tokens in a growing text, each linked to the one before: four bytes a token, plus
+    the last occurrence of each n-gram."""
 
     def __init__(self, least: int, most: int) -> None:
         self.least, self.most = least, most
         self._last: dict[tuple[int, ...], int] = {}
-        """The position behind its last place."""
+        """The end position of each n-gram's last occurrence."""
         self._before = array("i")
-        """The same of the place before, by the last; 0: there is none."""
+        """By the end position of an occurrence: that of the one before; 0: there is none."""
 
     def guess(self, tokens: list[int], count: int) -> list[int]:
-        """What followed the end of the text where it stood before: at the place with most tokens alike, up to `most`, the latest of
-        those; nothing where `least` stood nowhere. Where what followed is all the text there is, it goes on repeating."""
+        """The tokens that followed an earlier occurrence of the text's last tokens: the occurrence with the longest match, up to
+        `most` tokens, and the latest of those. Returns nothing if the last `least` tokens occur nowhere else. If the continuation
+        reaches the end of the text, it repeats."""
         least, last = self.least, self._last
         for end in range(len(self._before), len(tokens)):
             run = tuple(tokens[max(0, end - least) : end])
@@ -54,7 +55,7 @@ class NgramIndex:
 
 
 class NgramDrafter:
-    """Guesses of all sequences that run."""
+    """Drafts for all running sequences."""
 
     def __init__(self, least: int, most: int, count: int) -> None:
         self.least, self.most, self.count = least, most, count
@@ -64,7 +65,7 @@ class NgramDrafter:
         """There is nothing to warm."""
 
     def propose(self, sequences: Iterable[Sequence]) -> None:
-        """Before a step is scheduled: guesses for those whose last token is known."""
+        """Before a step is scheduled: draft for the sequences whose last token is known."""
         for sequence in sequences:
             if sequence.pending or sequence.drafts:
                 continue
@@ -74,14 +75,14 @@ class NgramDrafter:
             sequence.drafts = index.guess(sequence.tokens, self.count)
 
     def assign(self, slot: int, sampling: Sampling, seed: int) -> None:
-        """Nothing here is drawn."""
+        """Nothing to do: drafts are not drawn."""
 
     def swap(self, step: Step, host_pages: int) -> None:
-        """Nothing here lies in pages."""
+        """Nothing to do: there are no pages."""
 
     def fill(self, step: Step, changes: Items[tuple[int, int, int]]) -> None:
-        """The guesses were made before."""
+        """Nothing to do: drafts are made before the step is scheduled."""
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """The sequence has ended."""
         self.indices.pop(sequence, None)

@@ -1,1 +1,1 @@
-"""What a step gets: batches of a source, their microbatches, what a reference or teacher says of them."""
+"""The inputs of a step: batches from a source, their microbatches, and the log-probabilities of a reference or teacher."""

@@ -1,4 +1,4 @@
-"""A batch in microbatches on the device, each with this context rank's part of every sequence."""
+"""Splits a batch into microbatches on the device, each with this context rank's shard of every sequence."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from shardwise.run.derive import uses_varlen_attention
 
 
 def on_device(value: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on the device. From pinned memory, or the host would wait for all work queued on the GPU."""
+    """Copy a host tensor to the device, from pinned memory: otherwise the host would wait for all work queued on the GPU."""
     return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value
 
 
 def stream_of(run: Run, device: torch.device) -> Tensor:
-    """A tensor with the shape and dtype of what one microbatch sends between stages."""
+    """An empty tensor with the shape and dtype of the activations that one microbatch sends between stages."""
     length = run.train.seq_len // (run.layout.context * run.layout.tensor)
     dtype: torch.dtype = getattr(torch, run.train.dtype)
     return torch.empty(run.train.microbatch, length, run.model.hidden, dtype=dtype, device=device)
 
 
 def cut(batch: Batch, of_tokens: dict[str, np.ndarray], run: Run, mesh: Mesh, device: torch.device) -> list[Microbatch]:
-    """The tokens of a batch, their positions and documents, and whatever else there is of each token: arrays `of_tokens` [rows,
+    """Cut a batch into microbatches: its tokens, their positions and documents, and the further per-token arrays `of_tokens` [rows,
     length, ...]."""
     size, length = run.train.microbatch, batch.tokens.shape[1]
     places = zigzag_positions(length, run.layout.context, mesh.index("context"))
@@ -45,7 +45,7 @@ def cut(batch: Batch, of_tokens: dict[str, np.ndarray], run: Run, mesh: Mesh, de
         every = {"tokens": batch.tokens} | of_tokens
         microbatch: Microbatch = {name: moved(array[rows][:, places]) for name, array in every.items()}
         microbatch["positions"] = moved(own[:, places])
-        # Attention needs to know the documents of the whole row.
+        # Attention needs the documents of the whole row, not only of this context rank's shard.
         documents = None if batch.documents is None else as_mask(batch.documents[rows])
         microbatch["documents"] = None if documents is None else moved(documents)
         made.append(microbatch)

@@ -1,8 +1,8 @@
-"""A reference, whose log-probabilities an objective compares with those of the trained network: what a network with adapters is
-without them, or a frozen second network on the same ranks. A teacher is such a network of its own sizes.
+"""The reference model, whose log-probabilities an objective compares with those of the trained network. It is the trained network
+with its adapters off, or a frozen second network on the same ranks. A teacher is such a second network with its own sizes.
 
-That one is laid out as the trained one, sharded as ZeRO-3 shards, in the dtype of the arithmetic: its memory is that of the
-parameters in that dtype over the ranks that shard. Either way a step has one more forward pass, before its own.
+The frozen network has the trained network's layout, is sharded like ZeRO-3, and is held in the compute dtype: its memory is its
+parameters in that dtype divided by the ranks that shard. Either way a step has one more forward pass, before its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardwise.run.sections.objective import FACTS, targets_of
 
 
 class CollectLogProbs(Objective):
-    """Puts the log-probabilities of the targets into each microbatch, under a name."""
+    """Stores the log-probabilities of the targets in each microbatch, under `name`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -44,7 +44,7 @@ class CollectLogProbs(Objective):
 
 
 class CollectLikeliest(Objective):
-    """Puts the tokens that a teacher finds likeliest into each microbatch, with their log-probabilities."""
+    """Stores the teacher's top-k tokens and their log-probabilities in each microbatch."""
 
     def __init__(self, run: Run) -> None:
         self.count = targets_of(run.objective, run.model.vocab) - 1
@@ -59,7 +59,7 @@ class CollectLikeliest(Objective):
 
 
 class AdaptersOff:
-    """The trained network without its adapters, which holds nothing more."""
+    """The trained network without its adapters as the reference; it needs no further memory."""
 
     models: tuple[Transformer, ...] = ()
     parameters: tuple[LocalParameter, ...] = ()
@@ -71,7 +71,7 @@ class AdaptersOff:
         """There is nothing to read."""
 
     def add_logprobs(self, microbatches: list[Microbatch], stream: Tensor) -> None:
-        """As a frozen network's."""
+        """The same as `Reference.add_logprobs`, with the adapters off."""
         with contextlib.ExitStack() as open_now:
             for model in self.parallel.models:
                 open_now.enter_context(adapters_off(model))
@@ -79,17 +79,17 @@ class AdaptersOff:
 
 
 def collect(parallel: Parallel, microbatches: list[Microbatch], stream: Tensor, name: str) -> None:
-    """Pass microbatches forward through a network in training, which learns nothing of it, and keep the log-probabilities."""
+    """Run microbatches forward through the network in training, without gradients, and store the log-probabilities in them."""
     training = [model.training for model in parallel.models]
     for model in parallel.models:
-        model.eval()  # routers count what they learn from
+        model.eval()  # in training mode routers would count these tokens for load balancing
     parallel.pipeline.run(microbatches, stream, CollectLogProbs(name), None)
     for model, before in zip(parallel.models, training, strict=True):
         model.train(before)
 
 
 class Reference:
-    """The frozen network. Its weights are those that training begins with, until others are read."""
+    """The frozen network. It has the initial weights of training until `read` loads others."""
 
     def __init__(self, run: Run, mesh: Mesh, device: torch.device) -> None:
         self.run, self.mesh, self.device = run, mesh, device
@@ -103,7 +103,7 @@ class Reference:
 
     @property
     def source(self) -> Path | None:
-        """The folder that its weights are from."""
+        """The folder that its weights are read from."""
         named = _named(self.run)
         return checkpoint_folder(named) if named else None
 
@@ -114,7 +114,7 @@ class Reference:
             log(f"the {self.called} has the weights of {self.source}")
 
     def add_logprobs(self, microbatches: list[Microbatch], stream: Tensor) -> None:
-        """Put the log-probabilities of the targets into each microbatch, or a teacher's likeliest tokens, on the ranks of the last
+        """Store the log-probabilities of the targets, or a teacher's top-k tokens, in each microbatch, on the ranks of the last
         stage."""
         stream = (
             stream if stream.shape[-1] == self.run.model.hidden else stream[..., :1].repeat(1, 1, self.run.model.hidden)
@@ -123,7 +123,7 @@ class Reference:
 
 
 def _named(run: Run) -> str:
-    """The folder of a frozen network, as the run names it; of a reference, what training begins with where it names none."""
+    """The folder of the frozen network, as the run names it; a reference without one uses the initial weights of training."""
     if FACTS[run.objective.kind].teacher:
         return run.objective.teacher
     return run.objective.reference or run.train.weights

@@ -1,5 +1,6 @@
-"""Scores the sets of a run: what its reference or its teacher says of every token is written beside them (`data/scores.py`), on any
-layout. Each rank of the last stage writes what it knows, so the sets lie where all ranks see them."""
+"""Scores the token sets of a run: the log-probabilities of its reference or teacher for every token are written beside the sets
+(`data/scores.py`), on any layout. Each rank of the last stage writes its own scores, so the sets must be on a filesystem that all
+ranks see."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from shardwise.train.batches.reference import Reference
 
 
 def check_scoring(run: Run) -> Path:
-    """The folder of the network that is asked; raises what is wrong with it or with the sets."""
+    """Returns the folder of the scoring network; raises a `UserError` if something is wrong with it or with the sets."""
     facts, o = FACTS[run.objective.kind], run.objective
     if not facts.reference or facts.forward_only:
         reason = f"{o.kind} reads no numbers beside its data; dpo and distill do"
@@ -65,20 +66,20 @@ def score(run: Run, log: Callable[[str], None]) -> None:
 
 
 def _together(mesh: Mesh) -> None:
-    """All ranks are here."""
+    """A barrier over all ranks."""
     if mesh.layout.world > 1:
         dist.barrier()
 
 
 def _score_set(run: Run, network: Reference, samples: Samples, writer: ScoreWriter, say: Callable[[str], None]) -> None:
-    """All rows of a set, as many at once as a step has."""
+    """Score all rows of a set, a step's number of rows at a time."""
     mesh, device, teaches = network.mesh, network.device, FACTS[run.objective.kind].teacher
     at_once, ranks = run.train.microbatch * run.accumulation, run.layout.data_ranks
     own = zigzag_positions(run.train.seq_len, run.layout.context, mesh.index("context"))
     writes = network.models[-1].last and mesh.index("tensor") == 0
     for start in range(0, samples.count, at_once * ranks):
         first = start + mesh.data_index * at_once
-        # All ranks run whole schedules; rows beyond the last are the first again, and nothing of them is kept.
+        # All ranks run full schedules; rows beyond the last repeat the first row, and their scores are dropped.
         rows = np.arange(first, first + at_once)
         batch = samples.take(np.where(rows < samples.count, rows, 0))
         microbatches = cut(batch, {"targets": batch.targets}, run, mesh, device)
@@ -91,7 +92,7 @@ def _score_set(run: Run, network: Reference, samples: Samples, writer: ScoreWrit
             learned = batch.targets[some][: len(places)] != IGNORE_INDEX
             known = np.where(learned, np.stack(places), -1)[:, own].ravel()
             said = microbatch.get("teacher_logprobs" if teaches else "reference")
-            if said is None:  # it ended its passes on another rank
+            if said is None:  # its forward pass ended on another rank
                 continue
             tokens = microbatch["teacher_tokens"] if teaches else None
             kept = [

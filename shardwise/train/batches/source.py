@@ -1,5 +1,5 @@
-"""Where the batches of a run come from. Mostly that is token sets, read ahead of the step that learns from them; an objective that
-makes its own answers has a source that makes them (`tune/`)."""
+"""Where the batches of a run come from. Usually that is token sets, read ahead of the step that learns from them. An objective that
+learns from its own answers has a source that generates them (`tune/`)."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
     from shardwise.train.step import TrainState
 
 Note = Callable[[int], None]
-"""Says that so much was done: whoever makes progress does not hang."""
+"""Reports an amount of work done, so that the rank does not count as hung."""
 
 
 class Source(Protocol):
-    """What the loop asks of it, in this order; a resumed run makes a new one."""
+    """The methods that the training loop calls, in this order; a resumed run makes a new source."""
 
     tokenizer: Tokenizer
     fingerprint: str
 
     def describe(self) -> str:
-        """What there is to learn from, in a line."""
+        """The training data, in one line."""
 
     def attach(self, state: TrainState, log: Callable[[str], None], note: Note) -> None:
-        """Batches are for this train state from now on, whose weights are in place."""
+        """Make batches for this train state from now on; its weights are already loaded."""
 
     def batches(self, last: int) -> Iterator[Batch]:
-        """This rank's batches of the steps still to come, to the last."""
+        """This rank's batches for the remaining steps, up to step `last`."""
 
     def figures(self) -> dict[str, Any]:
-        """What is known of the batch that was given last."""
+        """Metrics of the batch that was returned last."""
 
     def evaluate(self) -> tuple[dict[str, Any], str]:
-        """What a validation set says, as records and in words."""
+        """The results on a validation set, as records and as a sentence."""
 
     def before_saving(self) -> None:
-        """Put into the train state's `kept` what a resumed run could not make again."""
+        """Store in the train state's `kept` what a resumed run could not recompute."""
 
 
 class TokenSource:
@@ -80,7 +80,7 @@ class TokenSource:
 
 
 def batches(samples: Samples, train_state: TrainState, last: int) -> Iterator[Batch]:
-    """This rank's batches of the steps still to come, each read in the background while the one before is computed."""
+    """This rank's batches for the remaining steps, each read in the background while the previous one is computed."""
     size = train_state.job.train.global_batch
 
     def read(step: int) -> Batch:

@@ -1,1 +1,1 @@
-"""What keeps a run alive and honest: signals, heartbeats, hangs, restarts, bad steps, and the account of time lost to them."""
+"""Fault tolerance: signals, heartbeats, hangs, restarts, bad steps, silent corruption, and the account of time lost to them."""

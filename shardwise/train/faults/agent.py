@@ -1,10 +1,10 @@
-"""The agent of a machine: PyTorch's elastic agent, which meets those of other machines, numbers the ranks and restarts all of them
-when one fails or machines come and go.
+"""The agent of a machine: PyTorch's elastic agent, which meets the agents of other machines, numbers the ranks, and restarts all
+ranks when one fails or machines join or leave.
 
-The rendezvous and the loop around it are PyTorch's (`SimpleElasticAgent`). Its ready-made `LocalElasticAgent` is not used, for what
-it lacks: it ends ranks with SIGTERM, which here means "save"; it waits 30 seconds for those stuck in a collective; it knows no
-heartbeats, no back-off, no progress that forgives earlier failures, and no exit code that forbids a restart. So this class starts
-and monitors the processes itself. A failure is one line that names the rank and what it died of.
+The rendezvous and the loop around it are PyTorch's (`SimpleElasticAgent`). Its ready-made `LocalElasticAgent` is not suitable: it
+ends ranks with SIGTERM, which here means "save"; it waits 30 seconds for ranks stuck in a collective; it has no heartbeats, no
+back-off, no reset of the failure count after progress, and no exit code that forbids a restart. So this class starts and monitors
+the processes itself. A failure is reported in one line that names the rank and the cause.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from shardwise.train.faults.ranks import DOUBLINGS, GRACE, MISTAKE, Ranks, descr
 from shardwise.train.faults.stop import PREEMPTED, SIGNALS, Preempted, StopRequest, decided
 
 FIRST_HEARTBEAT = 120.0
-"""Seconds within which a rank must have given its first heartbeat."""
+"""Seconds within which a rank must have written its first heartbeat."""
 
 
 @dataclass
 class Restarts:
-    """Counts failures against a limit. A failure after a new checkpoint counts as the first: a run that advances may fail as often
-    as it likes. One that fails again and again without a new checkpoint is broken, and is given up after `limit` restarts, each
-    waiting twice as long as the one before."""
+    """Counts failures against a limit. A failure after a new checkpoint counts as the first: a run that advances may fail any
+    number of times. A run that keeps failing without a new checkpoint is broken, and is given up after `limit` restarts. Each
+    restart waits twice as long as the previous one."""
 
     limit: int
     wait: float
     failures: int = 0
-    """Since the last new checkpoint."""
+    """Failures since the last new checkpoint."""
     step: int = -1
-    """Of the newest checkpoint when the last failure came."""
+    """The newest checkpoint's step at the last failure."""
 
     def after_failure(self, saved_step: int) -> float | None:
-        """Seconds to wait before the next start, or None to give up. `saved_step` is the newest checkpoint's."""
+        """Seconds to wait before the next start, or None to give up. `saved_step` is the newest checkpoint's step."""
         if saved_step > self.step:
             self.failures = 0
         self.step = saved_step
@@ -70,7 +70,7 @@ class Restarts:
 
 
 class Agent(SimpleElasticAgent):
-    """Starts this machine's ranks, monitors them, and decides what a failure leads to. `code` is the outcome."""
+    """Starts this machine's ranks, monitors them, and decides what to do after a failure. `code` is the exit code."""
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class Agent(SimpleElasticAgent):
         self.starts = 0
         self.wait = 0.0
         self.stop = StopRequest()
-        self.started = False  # whether there are ranks, which may have something to save
+        self.started = False  # whether ranks were started, which may have something to save
         self.heartbeats: dict[int, tuple[int, float]] = {}  # rank to its last count and when that was first seen
         self.lookout = ProgressMonitor(ranks.logs, train.hang_seconds)
 
     def execute(self) -> int:
-        """Run until all is done; returns the exit code."""
+        """Run until the training ends; returns the exit code."""
         self.out.mkdir(parents=True, exist_ok=True)
         before = {number: signal.getsignal(number) for number in SIGNALS}
         try:
@@ -105,7 +105,7 @@ class Agent(SimpleElasticAgent):
             self.code = PREEMPTED
             self._say_stopped()
         finally:
-            self.started = True  # a signal changes nothing any more
+            self.started = True  # from here on a signal changes nothing
             self.ranks.end(0.0)
             decided()
             for number, handler in before.items():
@@ -113,14 +113,14 @@ class Agent(SimpleElasticAgent):
             self._record("end" if self.code in (0, PREEMPTED) else "failed", code=self.code)
         return self.code
 
-    # What PyTorch's loop calls.
+    # Methods that PyTorch's loop calls.
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         store, workers = worker_group.store, worker_group.workers
         assert store is not None
         world = workers[0].world_size
         arguments = self.arguments(world)
-        # The ranks' own store gets a fresh port at every start, so that nothing of an earlier one can be mistaken for it.
+        # The ranks' own store gets a fresh port at every start, so that no rank reaches the store of an earlier one.
         if worker_group.group_rank == 0:
             store.set("shardwise/port", str(free_port()))
         port = int(store.get("shardwise/port"))
@@ -137,7 +137,7 @@ class Agent(SimpleElasticAgent):
         self.heartbeats = {rank: (0, time.monotonic()) for rank in environments}
         self.lookout = ProgressMonitor(self.ranks.logs, self.train.hang_seconds)
         self.started = True
-        if self.stop.wanted:  # the signal came just now
+        if self.stop.wanted:  # the signal came during the start
             self.ranks.signal(signal.SIGTERM)
         self.starts += 1
         return {worker.local_rank: self.ranks.pids[worker.global_rank] for worker in workers}
@@ -155,7 +155,7 @@ class Agent(SimpleElasticAgent):
         return self._hang() or RunResult(WorkerState.HEALTHY, {}, {})
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
-        """Called before every restart: after a failure nothing runs any more; when machines come or go the run saves first."""
+        """Called before every restart. After a failure no rank runs any more; when machines join or leave the run saves first."""
         if self.ranks.running():
             print("other machines have come; saving, to go on with them", file=sys.stderr, flush=True)
             self.ranks.signal(signal.SIGTERM)
@@ -172,7 +172,7 @@ class Agent(SimpleElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         self.ranks.end(0.0)
 
-    # What this machine decides.
+    # Decisions of this machine.
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         first = not self.stop.wanted
@@ -183,8 +183,8 @@ class Agent(SimpleElasticAgent):
             self.ranks.signal(signal.SIGTERM)
 
     def _preempted(self) -> RunResult:
-        """All ranks save after the same step and end; those that do not in time are killed. One that ended otherwise has nothing to
-        save, and without it the others cannot."""
+        """Wait until all ranks have saved after the same step and ended; ranks that are too late are killed. If a rank ended in any
+        other way, the others cannot save without it and get only a short grace period."""
         since = self.stop.since if self.stop.wanted else time.monotonic()
         if not self.stop.wanted:
             self.ranks.signal(signal.SIGTERM)
@@ -209,7 +209,7 @@ class Agent(SimpleElasticAgent):
         print(f"stop requested: the run can be resumed; {saved}", file=sys.stderr, flush=True)
 
     def _failed(self, rank: int, code: int, why: str = "") -> RunResult:
-        """One rank failed: end the others, report it, and start again or give up."""
+        """A rank failed: end the others, report it, and start again or give up."""
         self.ranks.end(GRACE if not why else 0.0)
         message = why or self.ranks.failure(rank, code)
         if code == MISTAKE:
@@ -239,16 +239,17 @@ class Agent(SimpleElasticAgent):
         return RunResult(WorkerState.FAILED, {}, {})
 
     def _hang(self) -> RunResult | None:
-        """Look at the heartbeats; a rank without progress for too long ends this start, unless it waits for one that makes some."""
+        """Check the heartbeats. A rank without progress for too long ends this start, unless some rank makes progress: then it only
+        waits for that one."""
         limit, now = self.train.hang_seconds, time.monotonic()
         idle = max((b.idle for b in self._read_heartbeats() if b.idle > limit_in(b.phase, limit)), default=0.0)
         for count, since in self.heartbeats.values():
             if now - since > (limit if count else max(limit, FIRST_HEARTBEAT)):
                 idle = max(idle, now - since)
-        self.lookout.seen.update(self.heartbeats)  # as they have been watched all the time
+        self.lookout.seen.update(self.heartbeats)  # these were watched continuously
         if not idle or self.lookout.somebody_moves(self._worker_group.workers[0].world_size):
             return None
-        # A little later every live rank has written another heartbeat; those that have not are silent.
+        # After a pause every live rank has written another heartbeat; ranks that have not are silent.
         pause = 2.5 * interval(limit)
         before = {rank: count for rank, (count, _) in self.heartbeats.items()}
         time.sleep(pause)

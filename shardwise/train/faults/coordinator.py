@@ -1,9 +1,10 @@
-"""The coordinator of replicas that come and go: it listens for their ranks, and answers what `membership.py` decides.
+"""The coordinator of elastic replicas: a server that their ranks connect to, which answers with the decisions of `membership.py`.
 
-A message is a line of JSON. Where a connection ends, its replica has left, whatever became of it: so nobody has to agree on who
-is alive. Beside it there is PyTorch's store, where the members of a group find each other. On several machines the command that
-can listen at `cluster.rendezvous` is the coordinator, and those of the others ask it: for the number of their machine, which is
-theirs as long as their connection lives, and for how it stands. A machine that went comes back as the one that is missing.
+A message is a line of JSON. When a connection ends, its replica has left, whatever the cause: so the replicas need no agreement on
+which of them are alive. Beside the server runs PyTorch's store, where the members of a group find each other. On several machines
+the command that can listen at `cluster.rendezvous` is the coordinator. The commands of the other machines ask it for their
+machine's number, which they own as long as their connection lives, and for the state of the replicas. A machine that comes back
+gets the number that is missing.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from shardwise.run import Problem, Run, UserError
 from shardwise.train.faults.membership import Gone, Membership, Message
 
 JOIN_SECONDS = 600.0
-"""How long a machine waits for the one that coordinates."""
+"""Seconds that a machine waits for the coordinator."""
 LINGER = 10.0
 """Seconds that the coordinator waits for the commands of other machines to see that the run is over."""
 
 
 class Board(Protocol):
-    """What a command that starts replicas knows of them all, on whichever machine it runs."""
+    """The coordinator as seen by a command that starts replicas, on whichever machine it runs."""
 
     machine: int
     address: str
@@ -74,7 +75,7 @@ class _Handler(socketserver.StreamRequestHandler):
             membership.leave(*who)
 
     def _check(self) -> None:
-        """Raise if the rank that waits for an answer is gone."""
+        """Raise an error if the rank that waits for an answer is gone."""
         try:
             if not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 raise ConnectionError
@@ -83,7 +84,7 @@ class _Handler(socketserver.StreamRequestHandler):
 
 
 class Coordinator:
-    """Listens from now on, until it is closed."""
+    """Listens from its construction until it is closed."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class Coordinator:
         threading.Thread(target=self._server.serve_forever, name="coordinator", daemon=True).start()
 
     def view(self) -> Message:
-        """How it stands."""
+        """The current state of the replicas."""
         return self.membership.view()
 
     def leave(self, replica: int, start: int) -> None:
@@ -113,11 +114,11 @@ class Coordinator:
         self.membership.leave(replica, start)
 
     def give_up(self, replica: int) -> None:
-        """A replica does not come back."""
+        """A replica will not come back."""
         self.membership.give_up(replica)
 
     def answer(self, message: Message, who: object) -> Message:
-        """What the command of another machine asks."""
+        """Answer the command of another machine."""
         match message["what"]:
             case "machine":
                 with self._claiming:
@@ -134,12 +135,12 @@ class Coordinator:
         return self.view()
 
     def free(self, who: object) -> None:
-        """A connection has ended, and with it the claim on a machine."""
+        """A connection has ended, and with it its claim on a machine's number."""
         with self._claiming:
             self._claims = {machine: claim for machine, claim in self._claims.items() if claim is not who}
 
     def close(self) -> None:
-        """Answer nobody any more; those that are to see the end have some seconds for it."""
+        """Stop answering; at the end of a run the other machines' commands have `LINGER` seconds to see it."""
         deadline = time.monotonic() + (LINGER if self.membership.over else 0.0)
         while len(self._claims) > 1 and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -154,7 +155,7 @@ class Coordinator:
 
 
 class Remote:
-    """The coordinator as the command of another machine knows it."""
+    """The coordinator's client in the command of another machine."""
 
     def __init__(self, address: str, port: int, machine: int) -> None:
         self.address, self.port = address, port
@@ -185,7 +186,7 @@ class Remote:
         return answer
 
     def view(self) -> Message:
-        """How it stands."""
+        """The current state of the replicas."""
         return self._ask(what="view")
 
     def leave(self, replica: int, start: int) -> None:
@@ -193,23 +194,23 @@ class Remote:
         self._ask(what="leave", replica=replica, start=start)
 
     def give_up(self, replica: int) -> None:
-        """A replica does not come back."""
+        """A replica will not come back."""
         self._ask(what="give_up", replica=replica)
 
     def close(self) -> None:
-        """Leave the number of the machine to another."""
+        """Close the connection, which frees this machine's number for another."""
         self._file.close()
         self._socket.close()
 
 
 def meet(run: Run, say: Callable[..., None]) -> Board:
-    """Become the coordinator of a run, or find it."""
+    """Become the coordinator of a run, or connect to it."""
     lay, nodes = run.layout, run.cluster.nodes
     sizes = lay.replicate, lay.world // lay.replicate
     if nodes == 1:
         return Coordinator(*sizes, say)
     host, _, port = run.cluster.rendezvous.rpartition(":")
-    # Kubernetes numbers pods; elsewhere the machine is the coordinator that has the address.
+    # Kubernetes numbers pods; elsewhere the machine that has the address is the coordinator.
     index = os.environ.get("PET_NODE_RANK") or os.environ.get("JOB_COMPLETION_INDEX")
     if index in (None, "", "0"):
         try:

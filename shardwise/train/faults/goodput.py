@@ -1,13 +1,13 @@
-"""Goodput: the share of all time spent on a run folder in which steps were computed that count.
+"""Goodput: the share of all time spent on a run folder in which useful steps were computed.
 
 The life of a folder is a sequence of sessions, each from the start of its ranks to their end, read from `events.jsonl`. The first
-rank and the agent append to it, and unlike `metrics.jsonl` it is never truncated. Steps that count are those in `metrics.jsonl`
-now. Everything else is a loss with a name: start-up, checkpoint stalls, evaluation, skipped steps, steps repeated after a failure
-or a rollback, hangs, waiting between a failure and the next start, and what remains. Time between two commands is listed beside
-it.
+rank and the agent append to it, and unlike `metrics.jsonl` it is never truncated. Useful steps are those that `metrics.jsonl` has
+now. All other time is a named loss: start-up, checkpoint stalls, evaluation, skipped steps, steps repeated after a failure or a
+rollback, hangs, waiting between a failure and the next start, and the remainder. Time between two commands is listed separately.
 
-Several commands may be started in one folder at once. One of them gets it and trains, the others are refused, and their events come
-in between. So an event names its command, sessions are told apart by it, and time in which several were up counts once.
+Several commands may be started in one folder at once. One of them gets the folder and trains, the others are refused, and their
+events are interleaved with those of the first. So an event names its command, which separates the sessions, and time in which
+several were up counts once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOSSES = ("start-up", "checkpoints", "evaluation", "skipped", "repeated", "hangs
 MEASURED = {"saved": "checkpoints", "evaluated": "evaluation", "repeat": "repeated", "hang": "hangs"}
 """Events that carry the seconds of a loss."""
 BY_RANKS = ("training", "saved", "evaluated", "repeat", "bad")
-"""Events of a run that is up."""
+"""Events that ranks record while the run is up."""
 
 
 def record_event(folder: Path, what: str, **values: Any) -> None:
@@ -44,22 +44,22 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds of a run folder's life."""
+    """The account of a run folder's time, in seconds."""
 
     total: float
     useful: float
     lost: dict[str, float]
     away: float
-    """Between commands, when nothing ran; not part of the total."""
+    """Seconds between commands, when nothing ran; not part of the total."""
     failures: int
 
     @property
     def share(self) -> float:
-        """Useful time over all time."""
+        """Useful time divided by total time."""
         return self.useful / self.total if self.total else 1.0
 
     def sentence(self) -> str:
-        """For the end of a run."""
+        """The goodput and its losses in one line, for the end of a run."""
         losses = [
             f"{name} {clock(s)} ({s / self.total:.1%})" for name, s in self.lost.items() if s > 0.005 * self.total
         ]
@@ -68,7 +68,7 @@ class Goodput:
         return f"goodput {self.share:.1%} of {clock(self.total)}{failed}{rest}"
 
     def record(self) -> dict[str, float]:
-        """For the metrics."""
+        """The goodput and its losses as a metrics record."""
         seconds = {f"lost_{name.replace('-', '_')}": round(s, 3) for name, s in self.lost.items()}
         return {"goodput": round(self.share, 6), "total_seconds": round(self.total, 3), **seconds}
 
@@ -76,8 +76,8 @@ class Goodput:
 def goodput(
     events: Sequence[dict[str, Any]], metrics: Sequence[dict[str, Any]], now: float, command: str = ""
 ) -> Goodput:
-    """The account of a folder's life so far; `command` is the one that asks, and still runs. Steps are measured while they are
-    computed, so start-up is what no session computed in, and waiting what no session was up in."""
+    """The account of a folder's life so far; `command` is the calling command, which still runs. Computing takes precedence, so
+    start-up is the time when a session was up but none computed, and waiting the time when none was up."""
     spans = _Spans()
     streams: dict[str, list[dict[str, Any]]] = {}
     for event in events:
@@ -109,8 +109,8 @@ class _Spans:
         self.failures = 0
 
     def add(self, events: Sequence[dict[str, Any]], last_sign: float) -> None:
-        """Add the events of one command. A session is `begin` … `training` … `end` or `failed`; one that was killed ends with its
-        last sign of life."""
+        """Add the events of one command. A session is `begin` … `training` … `end` or `failed`; a session that was killed ends at
+        its last sign of life."""
         begun: float | None = None
         trained: float | None = None
         ended: float | None = None
@@ -119,7 +119,7 @@ class _Spans:
         for event in events:
             at, what = event["time"], event["what"]
             if what == "begin":
-                if begun is not None:  # the session before did not record its end
+                if begun is not None:  # the previous session did not record its end
                     ended, failed = max(last, min(at, event.get("heard", 0.0))), False
                     self._close(begun, trained, ended)
                     self.failures += 1
@@ -130,13 +130,13 @@ class _Spans:
                 if begun is not None:
                     self._close(begun, trained, at)
                     self.failures += what == "failed"
-                elif ended is not None and failed:  # given up, or told to stop, while it waited
+                elif ended is not None and failed:  # given up, or asked to stop, while it waited
                     self.waiting.append((ended, at))
                 begun, ended, failed = None, at, what == "failed"
             elif what in BY_RANKS:
                 if (
                     begun is None and ended is not None
-                ):  # older files do not say whose an event is: another session goes on
+                ):  # older files do not name an event's command: another session continues
                     begun = trained = ended
                 if what == "training" and trained is None:
                     trained = at
@@ -150,19 +150,19 @@ class _Spans:
             self.computing.append((trained, ended))
 
     def life(self) -> float:
-        """From the first beginning to the last end."""
+        """Seconds from the first start to the last end."""
         times = [time for span in (*self.starting, *self.computing, *self.waiting) for time in span]
         return max(times) - min(times) if times else 0.0
 
 
 def _last_sign(stream: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> float:
-    """When a command that is gone was last heard of: by the session that followed, which found its metrics."""
+    """When a dead command gave its last sign of life: the modification time of its metrics, recorded by the next session."""
     after = next(n for n, event in enumerate(events) if event is stream[-1]) + 1
     return next((event["heard"] for event in events[after:] if event.get("heard")), 0.0)
 
 
 def _length(spans: Sequence[tuple[float, float]]) -> float:
-    """How much time lies in any of these spans; where they overlap it counts once."""
+    """The total time covered by these spans; overlaps count once."""
     total, until = 0.0, float("-inf")
     for begun, ended in sorted(spans):
         total += max(0.0, ended - max(begun, until))

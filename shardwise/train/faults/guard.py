@@ -1,9 +1,9 @@
-"""Bad steps: a loss or gradient norm that is not finite, or far above those of the steps before it.
+"""Detects bad steps: a loss or gradient norm that is not finite, or far above those of the steps before it.
 
-Far is measured robustly, in deviations of 1.4826 x MAD (median of absolute differences from the median, which for a normal
+"Far above" is measured robustly: in deviations of 1.4826 x MAD (median of absolute differences from the median, which for a normal
 distribution is one standard deviation) above the median of a window of good steps, so that a spike does not raise its own
-threshold. All ranks see the same two numbers and so decide alike. The window and the batches left out are saved with every
-checkpoint: a resumed run decides as the unbroken one would have.
+threshold. All ranks see the same two numbers and so decide the same. The window and the excluded batches are saved with every
+checkpoint: a resumed run decides as an uninterrupted run would have.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from statistics import median
 from shardwise.run.config import TrainConfig
 
 FLAT = 1e-3
-"""Least deviation, as a share of the median: the losses of a run on repeated data may hardly differ."""
+"""Smallest deviation, as a share of the median: the losses of a run on repeated data may hardly differ."""
 
 
 @dataclass
 class History:
-    """What the guard needs of earlier steps."""
+    """The guard's record of earlier steps."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     excluded: list[int] = field(default_factory=list)
-    """Batches left out, by their number in the order of the data; the first is 1."""
+    """Excluded batches, by their number in data order; the first is 1."""
     bad: int = 0
     """Bad steps since the last good one."""
     prompts: int = 0
-    """Prompts that were answered, where a run learns from its own answers."""
+    """Prompts answered so far, if a run learns from its own answers."""
 
     def batch_of(self, step: int) -> int:
-        """The number of the batch that a step trains on: its own, moved on past those left out."""
+        """The number of the batch that a step trains on: the step's own number, shifted past the excluded batches."""
         for excluded in sorted(self.excluded):
             step += excluded <= step
         return step
@@ -45,7 +45,7 @@ class History:
 
 
 def above(values: list[float], value: float, least: int) -> float:
-    """How many deviations a value is above earlier ones; 0 when there are too few to tell."""
+    """How many deviations a value is above the median of earlier ones; 0 if there are too few to tell."""
     if len(values) < least:
         return 0.0
     middle = median(values)
@@ -75,8 +75,8 @@ class Guard:
         return None
 
     def note(self, loss: float, norm: float, rescaled: bool = False) -> str | None:
-        """Add a finished step to the history; returns what was bad about it. Gradients that overflowed in float16 are left to the
-        loss scale as long as it can be lowered. A loss that is not finite is always bad: it is not scaled."""
+        """Add a finished step to the history; returns what was bad about it, or None. Gradients that overflowed in float16 are left
+        to the loss scale as long as it can be lowered. A non-finite loss is always bad: the reported loss is not scaled."""
         if self.settings.guard == "none" or (rescaled and math.isfinite(loss)):
             return None
         fault = self.fault(loss, norm)

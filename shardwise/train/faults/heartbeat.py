@@ -1,16 +1,17 @@
-"""Hangs: a heartbeat of each rank, and from all of them the rank that did not arrive.
+"""Detects hangs: each rank writes a heartbeat, and all heartbeats together show which rank did not arrive at a collective.
 
 Progress is a step, an action of the pipeline, or bytes of a checkpoint read or written; a rank that waits for one that makes
 progress does not hang either. A thread writes `logs/rank-N.beat`: step, phase, seconds without progress, and for each process group
-the last collective begun and the one waited for. It goes on while the main thread is stuck in a collective; a file that stops
-changing is a stopped or frozen process. The file has one fixed size and is written in place, so a full disk does not silence a
-healthy rank. Readers compare counters, not clocks, so machines need not agree on the time. The thread is also the last resort
-under torchrun or srun, where no agent watches: long after an agent would have acted, it prints what it knows and ends the process.
+the last collective begun and the one waited for. The thread keeps writing while the main thread is stuck in a collective; a file
+that stops changing means a stopped or frozen process. The file has a fixed size and is written in place, so a full disk does not
+silence a healthy rank. Readers compare counters, not clocks, so machines need not agree on the time. The thread is also the last
+resort under torchrun or srun, where no agent watches: long after an agent would have acted, it prints what it knows and ends the
+process.
 
-The collectives come from PyTorch's flight recorder, which keeps all that pass a process group, those of `fully_shard` and
-DistributedDataParallel included, on NCCL and on gloo; the group's description is the axis. A rank that waits for number 17 of a
-group waits for those of its members that have not begun number 17. The recorder lacks point-to-point messages on gloo, so a
-pipeline reports itself what it waits for, and groups of which a rank has begun nothing within the recorder's memory.
+The collectives come from PyTorch's flight recorder. It records all collectives of a process group, including those of `fully_shard`
+and DistributedDataParallel, on NCCL and on gloo; the group's description is the axis. A rank that waits for collective 17 of a
+group waits for the members that have not begun collective 17. The recorder lacks P2P messages on gloo, so the pipeline itself
+reports the message it waits for. It also lacks groups in which a rank has begun nothing within the recorder's memory.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ if TYPE_CHECKING:
 
 FILE_BYTES = 4096
 HEARTBEATS = 8
-"""Heartbeats in `train.hang_seconds`, so that silence differs from slowness; never more than five seconds apart."""
+"""Heartbeats per `train.hang_seconds`, so that silence can be told from slowness; never more than five seconds apart."""
 START_SECONDS = 60.0
-"""Least limit before the first step, while models are built and files are read."""
+"""Smallest limit before the first step, while models are built and files are read."""
 HUNG = 70
 """Exit code of a rank that ended itself because it hung or could not save in time (EX_SOFTWARE)."""
 RECORDED = 256
-"""Collectives the flight recorder keeps where nobody has asked for more."""
+"""Collectives the flight recorder keeps, unless the environment sets a number."""
 NAME_LENGTH = 16
-"""Characters of a group's name, which is a hash, that are written."""
+"""Characters of a group's name (a hash) that are written."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,20 @@ class GroupProgress:
     axis: str
     group: str
     begun: int = 0
-    """Number of the last collective it has begun there; 0: none that is recorded."""
+    """Number of the last collective it has begun there; 0: none is recorded."""
     waits_for: int = 0
-    """Number of the first one that it has begun and that is not over; 0: none."""
+    """Number of the first collective that it has begun and that is not over; 0: none."""
     collective: str = ""
-    """That one, or else the last one begun."""
+    """The name of that collective, or else of the last one begun."""
     seconds: float = 0.0
-    """Since it began that one."""
+    """Seconds since it began that collective."""
     sender: int = -1
-    """The rank that has to send, for a message of a pipeline."""
+    """The rank that has to send, for a pipeline's P2P message; -1: a collective."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank writes about itself."""
+    """What a rank reports about itself."""
 
     rank: int
     process: int = 0
@@ -84,7 +85,7 @@ def heartbeat_path(logs: Path, rank: int) -> Path:
 
 
 def read_heartbeat(logs: Path, rank: int) -> Heartbeat | None:
-    """The last heartbeat of a rank; None when there is none, or when it is just being written."""
+    """The last heartbeat of a rank; None if there is none, or if it is just being written."""
     try:
         values = json.loads(heartbeat_path(logs, rank).read_text())
         return Heartbeat(**(values | {"groups": [GroupProgress(**g) for g in values["groups"]]}))
@@ -103,8 +104,8 @@ def limit_in(phase: str, hang_seconds: float) -> float:
 
 
 class ProgressMonitor:
-    """Whether any rank of the run makes progress: then those that do not wait for it, and none hangs. Heartbeats are read only when
-    somebody asks, and no further than to the first that moves, since there may be thousands."""
+    """Tells whether any rank of the run makes progress: then the ranks without progress wait for it, and none hangs. Heartbeats are
+    read only on demand, and only up to the first that shows progress, since there may be thousands."""
 
     def __init__(self, logs: Path, hang_seconds: float) -> None:
         self.logs, self.limit = logs, hang_seconds
@@ -121,7 +122,7 @@ class ProgressMonitor:
                 continue
             if self.seen.get(rank, (-1, 0.0))[0] != beat.count:
                 self.seen[rank] = (beat.count, now)
-            # A heartbeat that does not change is of a process that is gone or stopped.
+            # A heartbeat that does not change belongs to a process that is gone or stopped.
             if beat.idle + now - self.seen[rank][1] <= limit_in(beat.phase, self.limit):
                 self._first = rank
                 return True
@@ -148,7 +149,7 @@ class HeartbeatThread(threading.Thread):
         self.logs.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # stderr may be no file
             self._stacks = os.dup(sys.stderr.fileno())
-            # Works even while the interpreter is held up: the agent asks for stacks with SIGUSR2.
+            # Works even while the interpreter is blocked: the agent asks for stacks with SIGUSR2.
             faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
         self.start()
         return self
@@ -161,7 +162,7 @@ class HeartbeatThread(threading.Thread):
             os.close(self._stacks)
 
     def run(self) -> None:
-        """Write heartbeats, and end the process when it cannot go on."""
+        """Write heartbeats, and end the process when it cannot continue."""
         file: int | None = None
         pause, count = interval(self.limit), 0
         last, since = self._progress(), time.monotonic()
@@ -191,7 +192,7 @@ class HeartbeatThread(threading.Thread):
         return self.step, self.phase, self.actions_done(), self.bytes_done
 
     def _exit(self, why: str) -> None:
-        """Print all that is known, and end the process, because the main thread is stuck."""
+        """Print everything known about the hang, and end the process, because the main thread is stuck."""
         beats = [beat for rank in range(self.world) if (beat := read_heartbeat(self.logs, rank)) is not None]
         print(f"error: rank {self.rank}: {why}; {explain(beats, [])}", file=sys.stderr, flush=True)
         if self._stacks is not None:
@@ -200,7 +201,7 @@ class HeartbeatThread(threading.Thread):
 
 
 def enable_flight_recorder(environment: Mapping[str, str]) -> None:
-    """Turn PyTorch's flight recorder on; must come before the first process group."""
+    """Turn PyTorch's flight recorder on; must be called before the first process group is made."""
     if "TORCH_FR_BUFFER_SIZE" not in environment and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:
         os.environ["TORCH_FR_BUFFER_SIZE"] = str(RECORDED)
 
@@ -217,12 +218,12 @@ def group_progress(mesh: Mesh, pipeline: Pipeline, now_ns: int) -> list[GroupPro
     found = {name: GroupProgress(axis, name[:NAME_LENGTH]) for name, axis in mesh.axes_by_group().items()}
     for entry in flight_recorder_entries():
         name, _ = entry["process_group"]
-        # On NCCL messages have numbers of their own, which two ranks cannot compare; those of pipelines are added below.
+        # On NCCL, P2P messages have their own numbers, which two ranks cannot compare; a pipeline's are added below.
         if name not in found or entry["is_p2p"]:
             continue
         before, number = found[name], entry["collective_seq_id"]
         over = entry["retired"] or entry["state"] == "completed"
-        if before.waits_for:  # an earlier one is not over yet, and that is the one to report
+        if before.waits_for:  # an earlier collective is not over yet: report that one
             found[name] = replace(before, begun=number)
             continue
         collective = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
@@ -237,7 +238,7 @@ def group_progress(mesh: Mesh, pipeline: Pipeline, now_ns: int) -> list[GroupPro
 
 
 def missing(beats: Sequence[Heartbeat], silent: Sequence[int]) -> list[tuple[int, GroupProgress]]:
-    """The ranks that others wait for while they themselves wait for nobody, or are silent; each with the wait that it causes."""
+    """The ranks that others wait for and that wait for no rank themselves, or are silent; each with the wait that it causes."""
     by_rank = {beat.rank: beat for beat in beats if beat.rank not in silent}
     waiting = {rank for rank, beat in by_rank.items() if any(g.waits_for for g in beat.groups)}
     absent: dict[int, GroupProgress] = {}
@@ -255,7 +256,7 @@ def missing(beats: Sequence[Heartbeat], silent: Sequence[int]) -> list[tuple[int
 
 
 def explain(beats: Sequence[Heartbeat], silent: Sequence[int]) -> str:
-    """A sentence that names the ranks which did not arrive, and where."""
+    """A sentence that names the ranks that did not arrive, and at which collective or message."""
     found = missing(beats, silent)
     parts = [
         f"rank {rank} did not arrive at {wait.collective} number {wait.waits_for} of axis {wait.axis}, "

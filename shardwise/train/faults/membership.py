@@ -1,13 +1,13 @@
-"""Who takes part in the exchanges of replicas that come and go, as the command decides it (`layout.sync_elastic`).
+"""Decides which elastic replicas take part in each exchange (`layout.sync_elastic`); it runs in the coordinator's command.
 
-All ranks of a replica ask the same, and what they asked counts when the last of them has. `begin`: a replica is there. The first
-ones begin the run together; later ones wait for an exchange, after which a member gives them its state. `arrive`: a member is at
-its next exchange. When all have arrived, or died, those that are left are told of each other. `vote`: a member has the sums, or
-could not get them. When all have them the exchange is committed, and nobody can be without it; else it is repeated by those that
-are left, as a new generation; `there` asks who the members are just now. `give`: a member is ready to give its state to those
-that join by it, and `received`: one of these has it, or could not get it and waits for the next exchange. `finish`: a member has
-made the last step. One of them writes the end of the run, and where it dies the next. Where all members have died, all replicas
-begin anew, from the last checkpoint.
+All ranks of a replica send the same request, which counts once the last of them has sent it. `begin`: a replica is up. The first
+replicas begin the run together; later ones wait for an exchange, after which a member sends them its state. `arrive`: a member is
+at its next exchange. When all members have arrived or died, the remaining ones get the list of members. `vote`: a member has the
+sums, or could not get them. When all remaining members have them the exchange is committed, so that no member can miss it;
+otherwise the remaining members repeat it as a new generation. `there` asks for the current members. `give`: a member is ready to
+send its state to the replicas that join from it. `received`: a joining replica has the state, or could not get it and waits for the
+next exchange. `finish`: a member has made the last step. One of them writes the end of the run; if it dies, the next one does. If
+all members have died, all replicas begin again from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 REPEATS = 5
-"""How often members that are all there may fail to exchange."""
+"""How often an exchange may fail although all its members are alive."""
 
 Message = dict[str, Any]
 
 
 class Gone(Exception):
-    """The replica that asks was given up meanwhile."""
+    """The requesting replica has died or was given up meanwhile."""
 
 
 @dataclass
 class _Desk:
-    """What the ranks of one replica ask, and the answers."""
+    """The requests of one replica's ranks, and the answers."""
 
     start: int = 0
-    """How often the replica was started before; -1: never again."""
+    """How often the replica was started before; -1: it will not be started again."""
     asked: dict[int, Message] = field(default_factory=dict)
     turn: int = 0
     answers: dict[int, Message] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class _Desk:
 
 
 class Membership:
-    """Decides for `replicas` of so many `ranks` each. `say` gets what happens, as a word and values."""
+    """Decides for `replicas` replicas of `ranks` ranks each. `say` is called with every event, as a word and values."""
 
     def __init__(self, replicas: int, ranks: int, say: Callable[..., None]) -> None:
         self.ranks, self.say = ranks, say
@@ -56,16 +56,16 @@ class Membership:
         self.writer = -1
         self.era = self.round = self.generation = self.step = 0
         self.reached = [-1] * replicas
-        """The step of the last exchange that each took part in."""
+        """The step of the last exchange that each replica took part in."""
         self.over = False
-        self._promised: dict[int, int] = {}  # replicas that join, and who gives them its state
+        self._promised: dict[int, int] = {}  # joining replicas, and the member that sends each its state
         self._group: tuple[int, ...] = ()
         self._voting: list[int] = []
         self._repeats = 0
         self._writing = False
 
     def ask(self, message: Message, patience: Callable[[], None] = lambda: None) -> Message:
-        """A rank asks; returns the answer when it is decided. `patience` is called while it waits, and may raise."""
+        """Handle a rank's request; returns the answer once it is decided. `patience` is called while waiting, and may raise."""
         with self.changed:
             desk = self.desks[message["replica"]]
             if desk.start != message["start"]:
@@ -83,19 +83,19 @@ class Membership:
             return desk.answers[turn]
 
     def view(self) -> Message:
-        """How it stands, for the commands that start replicas."""
+        """The current state, for the commands that start replicas."""
         with self.changed:
             starts = [desk.start for desk in self.desks]
             return dict(over=self.over, members=list(self.members), reached=list(self.reached), starts=starts)
 
     def give_up(self, replica: int) -> None:
-        """A replica that has left does not come back."""
+        """A replica that has left will not come back."""
         with self.changed:
             self.desks[replica].reset(-1)
             self._decide()
 
     def leave(self, replica: int, start: int) -> None:
-        """A replica has died, as it was at this start."""
+        """A replica has died; ignored unless `start` is its current start."""
         with self.changed:
             desk = self.desks[replica]
             if desk.start != start or self.over:
@@ -107,7 +107,7 @@ class Membership:
             if replica in self.members:
                 self.members.remove(replica)
                 if self.writer == replica:
-                    # One that has just joined lacks the records of the last steps.
+                    # A replica that has just joined lacks the records of the last steps, so it is not chosen.
                     oldest = max((self.reached[r] for r in self.members), default=-1)
                     self.writer = min((r for r in self.members if self.reached[r] == oldest), default=-1)
                     self._writing = False
@@ -116,13 +116,13 @@ class Membership:
             self.changed.notify_all()
 
     def _return(self, joiner: int) -> None:
-        """A replica that was to join waits for another exchange."""
+        """A joining replica could not get its state: it is no member, and waits for another exchange."""
         self._promised.pop(joiner, None)
         self.members.remove(joiner)
         self.say("left", replica=joiner, step=self.step, members=list(self.members))
 
     def _hand_over(self) -> None:
-        """Let those meet that give and take a state."""
+        """Answer the replicas that send or receive a state, so that they meet."""
         for giver in [r for r in self.members if self._asked(r, "give")]:
             for joiner in [j for j, g in self._promised.items() if g == giver]:
                 del self._promised[joiner]
@@ -135,7 +135,7 @@ class Membership:
             self._tell([joiner], has=has)
 
     def _asked(self, replica: int, *what: str) -> bool:
-        """Whether all ranks of a replica ask this."""
+        """Whether all ranks of a replica have sent one of these requests."""
         desk = self.desks[replica]
         return len(desk.asked) == self.ranks and all(m["what"] in what for m in desk.asked.values())
 
@@ -168,7 +168,7 @@ class Membership:
         return dict(era=self.era, round=self.round, members=list(self.members), writer=self.writer)
 
     def _found(self) -> None:
-        """All begin together, from the start or the last checkpoint."""
+        """All replicas begin together, from the start or the last checkpoint."""
         there = [r for r, desk in enumerate(self.desks) if desk.start >= 0]
         if there and all(self._asked(r, "begin") for r in there):
             self.members, self.writer, self.era, self.round = there, there[0], self.era + 1, 0
@@ -196,7 +196,7 @@ class Membership:
             if self._repeats > REPEATS:
                 return self._tell(self.members, refused=f"{REPEATS} exchanges failed: {problems[0]}")
             return self._exchange()
-        # Who died behind the sums is in them: all others have them whole.
+        # A replica that died after the sums were made is still in them: all other members have the complete sums.
         joining = [r for r in range(len(self.desks)) if r not in self.members and self._asked(r, "begin")]
         joining = [] if self._last or self._stop else joining
         givers = {joiner: self.members[n % len(self.members)] for n, joiner in enumerate(joining)}

@@ -1,9 +1,9 @@
 """The fault monitor of one rank while it trains: signals to stop, the heartbeat, bad steps, stragglers, and the events from which
 goodput is computed.
 
-A signal to stop (`stop.py`) may reach the command, which passes it on, or any one rank. A rank that trains only sets a flag, which
-an all-reduce of every step carries anyway, so all ranks end after the same step, save, and exit with code 75, "try again later" in
-sysexits.h. Before the first step there is nothing to save, and the process ends at once.
+A signal to stop (`stop.py`) may reach the command, which passes it on, or any single rank. A training rank only sets a flag, which
+travels in an all-reduce that every step has anyway. So all ranks end after the same step, save, and exit with code 75, "try again
+later" in sysexits.h. Before the first step there is nothing to save, and the process ends at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.train.step import TrainState
 
 
 class RollBack(Exception):
-    """Raised on every rank when a bad batch is to be left out: go back to the last checkpoint, and on without it."""
+    """Raised on every rank to exclude a bad batch: go back to the last checkpoint, and continue without that batch."""
 
     def __init__(self, batch: int, fault: str) -> None:
         super().__init__(fault)
@@ -40,7 +40,7 @@ class FaultMonitor:
 
     def __init__(self, run: Run, out: Path, rank: int, has_agent: bool) -> None:
         self.run, self.out, self.rank, self.has_agent = run, out, rank, has_agent
-        self.records: Callable[[], bool] = lambda: rank == 0  # whether this rank records what happens
+        self.records: Callable[[], bool] = lambda: rank == 0  # whether this rank records events
         self.stop = StopRequest()
         self.heartbeat = HeartbeatThread(out / "logs", rank, run.layout.world, run.train.hang_seconds)
         self.heartbeat.deadline = self._deadline
@@ -65,7 +65,7 @@ class FaultMonitor:
             self.event("end" if good else "failed", why=str(exception[1] or ""))
 
     def attach(self, train_state: TrainState) -> None:
-        """Monitor a train state that is about to make its first step."""
+        """Monitor a train state that is about to run its first step."""
         self.train_state = train_state
         self.guard = Guard(self.run.train, train_state.history)
         mesh, pipeline = train_state.mesh, train_state.parallel.pipeline
@@ -78,23 +78,23 @@ class FaultMonitor:
         self.event("training", step=train_state.step)
 
     def detach(self) -> None:
-        """Let go of the train state, so that another can have its memory."""
+        """Release the train state, so that the next one can use its memory."""
         del self.train_state, self.guard
         self.heartbeat.actions_done, self.heartbeat.groups = lambda: 0, list
         self.stop.end()
 
     def note_bytes(self, count: int) -> None:
-        """Bytes of a checkpoint were read or written, by whatever thread: a slow disk is no hang."""
+        """Count checkpoint bytes read or written, by any thread, as progress: a slow disk is not a hang."""
         self.heartbeat.bytes_done += count
 
     def event(self, what: str, **values: Any) -> None:
-        """Record what happened; one rank does it for all."""
+        """Record an event; one rank does it for all."""
         if self.records():
             record_event(self.out, what, **values)
 
     @contextmanager
     def phase(self, name: str, done: str) -> Iterator[None]:
-        """What follows is this phase of the run; its seconds are recorded as the event `done`."""
+        """A context in which the run is in this phase; its seconds are recorded as the event `done`."""
         before, self.heartbeat.phase = self.heartbeat.phase, name
         start = time.perf_counter()
         yield
@@ -102,7 +102,7 @@ class FaultMonitor:
         self.event(done, step=self.train_state.step, seconds=round(time.perf_counter() - start, 6))
 
     def step(self, batch: Any) -> StepResult:
-        """One training step, under the run's policy."""
+        """Run one training step, with the guard and the recheck that the run asks for."""
         train, number = self.run.train, self.train_state.step + 1
         self.heartbeat.step, self.heartbeat.phase = number, "training"
         return self.train_state.train_step(
@@ -113,7 +113,7 @@ class FaultMonitor:
         )
 
     def judge(self, loss: float, norm: float, result: StepResult, log: Callable[[str], None]) -> bool:
-        """Act on a finished step by the run's policy; returns whether it was skipped."""
+        """Apply the run's guard policy to a finished step; returns whether it was skipped."""
         fault = self.guard.note(loss, norm, result.rescaled)
         if fault is None:
             if not result.usable:
@@ -140,5 +140,5 @@ class FaultMonitor:
         return goodput(read_events(self.out), read_metrics(self.out), time.time(), command_name())
 
     def _deadline(self) -> float:
-        """When a rank that was told to stop must have saved."""
+        """The time by which a rank that was asked to stop must have saved."""
         return self.stop.since + self.run.train.save_deadline if self.stop.wanted else float("inf")

@@ -1,10 +1,10 @@
 """The ranks of one machine as processes: started together, polled, asked for their stacks, and killed.
 
-They are processes of `multiprocessing`. Its fork server imports PyTorch once, so a restart takes a second and not one import for
-each rank; where it cannot be had (not on Linux, or no socket can be made), every rank is a fresh interpreter. What the standard
-library lacks is in `_run_rank`: a session for each rank, so that it can be killed with all it started and a terminal's Ctrl-C
-reaches the command alone; its own environment; its output in `logs/rank-N.log`, appended at every start, while the first rank
-also writes to the terminal; and an end when the command dies, which the fork server would outlive together with its ranks.
+They are `multiprocessing` processes. The fork server imports PyTorch once, so a restart takes a second instead of one import per
+rank; if it is not available (not on Linux, or no socket can be made), every rank is a fresh interpreter. `_run_rank` adds what the
+standard library lacks. Each rank has its own session, so that it can be killed with all its children and a terminal's Ctrl-C
+reaches only the command. It has its own environment. Its output goes to `logs/rank-N.log`, appended at every start; the first rank
+also writes to the terminal. And it ends when the command dies, which the fork server and its ranks would otherwise outlive.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from typing import NoReturn
 from shardwise.train.faults.stop import SIGNALS
 
 GRACE = 3.0
-"""Seconds that ranks have to end by themselves once one has failed."""
+"""Seconds that ranks have to end by themselves after one has failed."""
 DOUBLINGS = 6
 """How often the wait before a restart doubles, at most."""
 MISTAKE = 2
 """Exit code of a user's mistake, which a restart does not fix."""
 COMMAND = "SHARDWISE_COMMAND"
-"""The variable that tells a rank which command started it."""
+"""The environment variable that names the command that started a rank."""
 THREADS = "OMP_NUM_THREADS"
 UNKNOWN = 255
-"""What the standard library gives as exit code of a process whose fork server was killed."""
+"""The exit code that the standard library returns for a process whose fork server was killed."""
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
+    """A port that is free now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
 def environment_of(rank: int, local_rank: int, world: int, here: int, address: str, port: int) -> dict[str, str]:
-    """The environment of a rank, with the variables of torchrun. `here` is the number of ranks on this machine."""
+    """The environment of a rank, with torchrun's variables. `here` is the number of ranks on this machine."""
     threads = os.environ.get(THREADS, "")
     if threads_of(threads) is None:
         threads = str(max(1, (os.cpu_count() or 1) // here))
@@ -67,13 +67,13 @@ def environment_of(rank: int, local_rank: int, world: int, here: int, address: s
 
 
 def command_name() -> str:
-    """The name of the command that this process is, or that started it as a rank."""
+    """The name of this process's command, or of the command that started it as a rank."""
     return os.environ.get(COMMAND) or f"{socket.gethostname()}-{os.getpid()}"
 
 
 def threads_of(value: str) -> int | None:
-    """The threads that a value of OMP_NUM_THREADS asks for: the first number of its list, which has one for each level of nested
-    parallel regions (OpenMP 5.2, section 21.1.2). None where OpenMP would ignore the value."""
+    """The number of threads that a value of OMP_NUM_THREADS asks for: the first number of its list, which has one for each level of
+    nested parallel regions (OpenMP 5.2, section 21.1.2). None if OpenMP would ignore the value."""
     try:
         levels = [int(level) for level in value.split(",")]
     except ValueError:
@@ -92,13 +92,14 @@ def describe_exit(code: int) -> str:
 
 
 def start_fork_server() -> ForkServerContext | SpawnContext:
-    """The context that ranks are started in, its fork server running. Called early, the server imports PyTorch while the command
-    does; called again, it starts a new one if the last was killed."""
+    """The context that starts ranks, with its fork server running. Called early, it lets the server import PyTorch while the
+    command does; called again, it starts a new server if the last one was killed."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # no temporary folder, or its path is too long for a socket
             forkserver.set_forkserver_preload(["shardwise.cli.machinery.preload"])
-            resource_tracker.ensure_running()  # which undoes the mask, so it comes first
-            # Until the server has left the command's group, a signal to the group is not for it: it inherits this mask.
+            resource_tracker.ensure_running()  # resets the signal mask, so it comes first
+            # Until the server has left the command's process group, signals to that group must not reach it: it
+            # inherits this mask.
             masked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             try:
                 forkserver.ensure_running()
@@ -140,18 +141,19 @@ class Ranks:
                 handed_over.close()
 
     def codes(self) -> dict[int, int]:
-        """The exit codes of those that have ended; negative for a signal."""
+        """The exit codes of the ranks that have ended; negative for a signal."""
         for rank, process in self._processes.items():
             if rank not in self._codes and (code := process.exitcode) is not None:
                 if code == UNKNOWN:
                     self._kill_orphan(rank)
                     code = -signal.SIGKILL
-                # A signal handler that interrupts this line has read the code already, and it can be read only once.
+                # A signal handler that interrupted this line has already read the code, which can be read only once.
                 self._codes.setdefault(rank, code)
         return self._codes
 
     def _kill_orphan(self, rank: int) -> None:
-        """Kill a rank whose fork server is gone, and see that it is, since the first rank holds the lock of the run folder."""
+        """Kill a rank whose fork server is gone, and wait until it is dead, since the first rank holds the lock of the run
+        folder."""
         deadline = time.monotonic() + GRACE
         while self._state(rank) not in ("", "Z", "X") and time.monotonic() < deadline:
             self._kill(rank)
@@ -163,13 +165,13 @@ class Ranks:
             os.killpg(self.pids[rank], signal.SIGKILL)
 
     def failed(self) -> tuple[int, int] | None:
-        """A rank that has failed and its code. Ranks that see another go fail soon after it, with an error of their own; so one
-        that was killed comes first, then a user's mistake."""
+        """A failed rank and its exit code. When a rank fails, the others soon fail too, with errors of their own. So a rank that
+        was killed takes precedence, then a user's mistake."""
         failed = {rank: code for rank, code in self.codes().items() if code}
         return min(failed.items(), key=lambda item: (item[1] > 0, item[1] != MISTAKE, item[0]), default=None)
 
     def failure(self, rank: int, code: int) -> str:
-        """The message about a rank that failed: its own sentences for a user's mistake, or else how it ended."""
+        """The message about a failed rank: its own error lines for a user's mistake, otherwise how it ended."""
         lines = self.log_lines(rank)
         if code == MISTAKE:
             return "\n".join(line for line in lines if line.startswith("error: "))
@@ -177,12 +179,12 @@ class Ranks:
         return f"rank {rank} {describe_exit(code)}{last}"
 
     def running(self) -> list[int]:
-        """Those that have not ended."""
+        """The ranks that have not ended."""
         ended = self.codes()
         return [rank for rank in self.pids if rank not in ended]
 
     def signal(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
-        """Send a signal to the processes of ranks (all that run)."""
+        """Send a signal to the processes of these ranks, by default all that run."""
         for rank in self.running() if ranks is None else ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
@@ -192,14 +194,14 @@ class Ranks:
         return self._state(rank) in ("T", "t")
 
     def _state(self, rank: int) -> str:
-        """Linux's letter for the state of a rank's process; empty where there is none."""
+        """Linux's letter for the state of a rank's process; empty if there is none."""
         try:
             return Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             return ""
 
     def end(self, grace: float) -> None:
-        """Give all ranks `grace` seconds to end by themselves, then kill them with all they started."""
+        """Give all ranks `grace` seconds to end by themselves, then kill them with all their children."""
         deadline = time.monotonic() + grace
         while (running := self.running()) and (left := deadline - time.monotonic()) > 0:
             wait([self._processes[rank].sentinel for rank in running], min(left, 1.0))
@@ -209,7 +211,7 @@ class Ranks:
             wait([self._processes[rank].sentinel for rank in running], 0.1)
 
     def log_lines(self, rank: int) -> list[str]:
-        """What a rank has written since it was started, line by line."""
+        """The lines that a rank has written since its last start."""
         with contextlib.suppress(OSError):
             text = self._log(rank).read_bytes()[self._log_starts.get(rank, 0) :].decode(errors="replace")
             return [line for line in text.splitlines() if line.strip()]
@@ -222,7 +224,7 @@ class Ranks:
 def _run_rank(
     arguments: list[str], environment: dict[str, str], lifeline: Connection, out: Connection, log: Connection
 ) -> NoReturn:
-    """Be a rank, in the new process."""
+    """Run a rank, in the new process."""
     code = 1
     try:
         os.setsid()
@@ -234,7 +236,7 @@ def _run_rank(
         os.environ.update(environment)
         import torch
 
-        # The variable is read when the library is loaded, which the fork server did before it was set.
+        # OpenMP reads the variable when it is loaded, which happened in the fork server, before the variable was set.
         torch.set_num_threads(threads_of(environment[THREADS]) or 1)
         sys.argv = ["shardwise", *arguments]
         runpy.run_module("shardwise", run_name="__main__")
@@ -250,14 +252,14 @@ def _run_rank(
 
 
 def _die_with_command(lifeline: Connection) -> None:
-    """Kill this rank and all it starts when the other end of a pipe is closed, which only the command holds. On Linux the kernel
-    does it, so also a rank that is stopped, or stuck in native code, does not stay behind."""
+    """Kill this rank and all its children when the other end of a pipe is closed, which only the command holds. On Linux the kernel
+    does it, so that even a rank that is stopped, or stuck in native code, does not survive."""
     if sys.platform == "linux":
         file = lifeline.fileno()
         fcntl.fcntl(file, fcntl.F_SETOWN, -os.getpid())
         fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_ASYNC)
-        if lifeline.poll():  # it was closed before
+        if lifeline.poll():  # the command had already closed it
             os.killpg(0, signal.SIGKILL)
         return
 

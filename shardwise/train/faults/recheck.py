@@ -1,10 +1,10 @@
-"""Silent corruption: a step computed twice on the same batch must give the same bits.
+"""Detects silent data corruption: a step computed twice on the same batch must give the same bits.
 
-A chip that miscalculates now and then raises no error. So every `train.recheck_every` steps forward and backward run a second
-time before anything is updated, and two things are compared bit for bit: this rank's own gradients, taken from autograd before
-they are reduced over ranks, and its part of the loss. Of each gradient only a checksum is kept, the sum of its values read as
-integers, which any single flipped bit changes. It costs the time of one more step and next to no memory. Ranks that compute one
-sample together (tensor, context, pipeline) pass a wrong value on, so all of those that saw a difference are named.
+A chip that sometimes miscalculates raises no error. So every `train.recheck_every` steps forward and backward run a second time
+before anything is updated, and two things are compared bit for bit: this rank's own gradients, taken from autograd before they are
+reduced over ranks, and its share of the loss. Only a checksum of each gradient is kept: the sum of its values read as integers,
+which any single flipped bit changes. The cost is the time of one more step and almost no memory. Ranks that compute one sample
+together (tensor, context, pipeline) pass a wrong value on, so all ranks that saw a difference are named.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.train.optimizers.optimizer import Optimizer
 
 
 class Repeatable(Protocol):
-    """What can run forward and backward more than once: the train state, as far as this file needs it."""
+    """The part of the train state that this file needs to run forward and backward twice."""
 
     run: Run
     device: torch.device
@@ -59,7 +59,7 @@ def checksum(x: Tensor) -> Tensor:
 def own_gradients(found: list[Tensor]) -> Iterator[None]:
     """While open, the checksum of every gradient that this rank computes for a parameter is appended to `found`, in order.
 
-    `fully_shard` replaces its shards by whole parameters before a module runs, so that is when hooks are registered on them.
+    `fully_shard` replaces its shards by unsharded parameters before a module runs, so hooks are registered on those just then.
     """
     hooked: dict[int, Any] = {}
 
@@ -78,7 +78,7 @@ def own_gradients(found: list[Tensor]) -> Iterator[None]:
 
 
 def check_repeatable(train_state: Repeatable) -> None:
-    """Refuse a device on which two computations may differ without anything being wrong."""
+    """Refuse a device on which two computations may differ without any corruption."""
     train = train_state.run.train
     if train.recheck_every and train_state.device.type == "cuda" and not train.deterministic:
         reason = "compares bits, and a GPU repeats them only with train.deterministic = true"
@@ -86,8 +86,8 @@ def check_repeatable(train_state: Repeatable) -> None:
 
 
 def passes_twice(train_state: Repeatable, batch: Batch) -> Tensor:
-    """Forward and backward of a step, run twice; raises `Corruption` on every rank when the two differ on any. Returns the
-    second loss."""
+    """Run a step's forward and backward twice; raises `Corruption` on every rank if the two differ on any rank. Returns the second
+    loss."""
     digests = []
     for attempt in range(2):
         if attempt:

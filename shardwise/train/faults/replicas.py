@@ -1,10 +1,10 @@
-"""The command of a run whose replicas come and go (`layout.sync_elastic`): it starts those of its machine, each as a world of its
-own, and restarts one without the others.
+"""The command of a run with elastic replicas (`layout.sync_elastic`): it starts the replicas of its machine, each as a separate
+world, and restarts one without stopping the others.
 
-The ranks of a replica live and die together. When one of them fails or hangs, the others of its replica are killed, the coordinator
-leaves the replica out, and it is started again; it rejoins with the state of a replica that is there. A replica that fails again
-and again without coming as far as an exchange is given up, and the run with the last of them. Told to stop, all replicas end behind
-the next exchange, and one saves.
+The ranks of a replica live and die together. When one of them fails or hangs, the other ranks of its replica are killed, the
+coordinator excludes the replica, and the replica is started again and rejoins with the state of another one. A replica that keeps
+failing before it reaches an exchange is given up; the run ends when the last replica is given up. When asked to stop, all replicas
+end after the next exchange, and one saves.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class _Replica:
     restarts: Restarts
     start: int = -1
     due: float = 0.0
-    """When it is to be started; infinite while it runs, or is over."""
+    """The time of its next start; infinite while it runs or once it is over."""
     seen: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Rank to the count of its last heartbeat, and when that was first seen."""
     code: int | None = None
-    """Its outcome, where there is one."""
+    """Its outcome, once there is one."""
 
 
 class Replicas:
@@ -62,9 +62,9 @@ class Replicas:
         ]
 
     def execute(self) -> int:
-        """Run until all is done; returns the exit code."""
+        """Run until the training ends; returns the exit code."""
         self.board = meet(self.run, self._say)
-        first = isinstance(self.board, Coordinator)  # who records for all
+        first = isinstance(self.board, Coordinator)  # this command records for all machines
         lock = lock_folder(self.run, self.out) if first else None
         train, here = self.run.train, self.run.cluster.devices_per_node // self.size
         self.replicas = [
@@ -114,7 +114,7 @@ class Replicas:
                 return self._end(running, view["members"])
             if self.stop.wanted:
                 waited = time.monotonic() - self.stop.since
-                nobody = not view["members"] or not running  # who could save
+                nobody = not view["members"] or not running  # no replica could save
                 if nobody or waited > self.run.train.save_deadline:
                     print("stop requested: the run can be resumed, from its last checkpoint", file=sys.stderr)
                     return PREEMPTED
@@ -124,7 +124,7 @@ class Replicas:
             time.sleep(POLL)
 
     def _end(self, running: list[_Replica], members: list[int]) -> int:
-        """The end of the run is written: the others end by themselves."""
+        """The end of the run is written: wait for the remaining ranks to end by themselves; returns the exit code."""
         deadline = time.monotonic() + self.run.train.save_deadline
         ours = [each for each in self.replicas if each.number in members]
         while any(each.ranks.running() for each in ours) and time.monotonic() < deadline:
@@ -154,7 +154,7 @@ class Replicas:
         each.ranks.start(self.arguments, environments)
 
     def _look_at(self, each: _Replica) -> int | None:
-        """See to a replica that failed or hangs; returns the exit code where that ends the run."""
+        """Handle a replica that failed or hangs; returns the exit code if that ends the run."""
         if not each.ranks.pids or each.due < float("inf"):
             return None
         failed = each.ranks.failed()
@@ -191,7 +191,7 @@ class Replicas:
         return None
 
     def _hang(self, each: _Replica) -> str:
-        """Why a replica counts as hung; "" where it does not: one of its ranks has made progress."""
+        """Why a replica counts as hung; "" if it does not, because one of its ranks has made progress."""
         limit, now, beats = self.run.train.hang_seconds, time.monotonic(), list[Heartbeat]()
         idle = float("inf")
         for number, (count, since) in each.seen.items():
@@ -211,7 +211,7 @@ class Replicas:
         return f"replica {each.number} has made no progress for {idle:.0f} s: {explain(beats, silent)}"
 
     def _say(self, what: str, **values: Any) -> None:
-        """What the coordinator decided, for people and for the record."""
+        """Print and record a decision of the coordinator."""
         record_event(self.out, what, **values)
         if what == "exchange":
             return

@@ -1,9 +1,9 @@
-"""Signals that ask a run to stop: SIGTERM, SIGUSR1 (which Slurm sends ahead of the end) and SIGINT.
+"""Signals that ask a run to stop: SIGTERM, SIGUSR1 (which Slurm sends ahead of the time limit) and SIGINT.
 
-While a rank trains, `StopRequest` notes the signal, and the run saves after the step at hand. Before that there is nothing to save.
-The command then ends at once with a sentence (`end_at_once`, the first thing that it does). A rank keeps the default action, since
-a handler written in Python would have to wait for an import, or for a process group whose other ranks never come.
-Only Python's own start, some 20 ms, comes before all this.
+While a rank trains, `StopRequest` notes the signal, and the run saves after the current step. Before training there is nothing to
+save: the command ends at once with a message (it calls `end_at_once` first of all). A rank keeps the default action until then,
+since a Python handler would have to wait for an import, or for a process group whose other ranks never come. Only Python's own
+startup, about 20 ms, comes before all this.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PREEMPTED = 75
-"""Exit code of a run that was asked to stop and can go on later (EX_TEMPFAIL)."""
+"""Exit code of a run that was asked to stop and can be resumed later (EX_TEMPFAIL)."""
 
 
 class Preempted(BaseException):
-    """Raised when a run ends because it was asked to. Like KeyboardInterrupt it is no `Exception`, which others might catch."""
+    """Raised when a run ends because it was asked to. Like KeyboardInterrupt it is not an `Exception`, which other code might
+    catch."""
 
 
 _decided = threading.Event()
 
 
 def end_at_once(sentence: str, code: int = PREEMPTED, signals: tuple[signal.Signals, ...] = SIGNALS) -> None:
-    """From here on, let a signal end this process with a sentence, until the outcome is decided."""
+    """From here on, a signal ends this process with a message, until the outcome is decided."""
 
     def end(number: int, frame: FrameType | None) -> None:
         if not _decided.is_set():
@@ -39,18 +40,18 @@ def end_at_once(sentence: str, code: int = PREEMPTED, signals: tuple[signal.Sign
 
 
 def ignore_signals() -> None:
-    """Let signals change nothing any more, also while Python shuts down and puts the default actions back."""
+    """Ignore signals from here on, even while Python shuts down and restores the default actions."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def decided() -> None:
-    """The run has ended, and what becomes of it is known: `end_at_once` does nothing any more."""
+    """The run has ended and its outcome is known: from here on `end_at_once` does nothing."""
     _decided.set()
 
 
 class StopRequest:
-    """Between `begin` and `end` signals are noted: `wanted` is whether one has come, `since` when."""
+    """Between `begin` and `end` signals are noted: `wanted` tells whether one has come, `since` when."""
 
     def __init__(self) -> None:
         self.wanted = False
@@ -64,13 +65,13 @@ class StopRequest:
             self._before = {number: signal.signal(number, self.note) for number in SIGNALS}
 
     def end(self) -> None:
-        """Leave signals to who had them before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._before = {}
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """A signal has come. A second Ctrl-C is a question, a third an answer."""
+        """Note a signal. A second Ctrl-C warns that a third one ends the run without saving."""
         if not self.wanted:
             self.wanted, self.since = True, time.monotonic()
         if number == signal.SIGINT:

@@ -1,5 +1,5 @@
-"""Objectives by name: what is learned from a batch. Each is a file: which targets tokens have, what each term weighs, and by what
-the sum over the global batch is divided."""
+"""Training objectives by name. Each is a file that defines the targets of tokens, the weight of each term, and the normaliser of
+the sum over the global batch."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Distillation (Hinton et al. 2015): the student learns the probabilities that a teacher gives to the next token.
 
-The teacher says its k likeliest tokens and their log-probabilities. What both models give to these is compared one by one, and all
-others as one: the divergence is that of distributions over k + 1 outcomes, never more than that over the whole vocabulary (the data
-processing inequality), and the same where k is all of it. Forward KL is what soft targets teach; reverse KL is what
-MiniLLM (Gu et al. 2024) argues for where a small student cannot cover all that the teacher would say. With a temperature both
-distributions are softened, and the divergence is multiplied by its square, which keeps gradients of one size (Hinton et al. 2015,
-section 2).
+The teacher provides its top-k tokens and their log-probabilities. The loss compares both models' probabilities of these tokens one
+by one, and those of all other tokens as one sum. So the KL divergence is over k + 1 outcomes: it is never more than the divergence
+over the whole vocabulary (the data processing inequality), and equals it if k is the vocabulary size. Forward KL is learning from
+soft targets. MiniLLM (Gu et al. 2024) argues for reverse KL when a small student cannot cover everything the teacher would say. A
+temperature softens both distributions, and the divergence is multiplied by its square, which keeps the gradients' magnitude
+(Hinton et al. 2015, section 2).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from shardwise.train.objectives.sft import SFT
 
 
 def divergences(student: Tensor, teacher: Tensor, whole: bool, reverse: bool) -> Tensor:
-    """KL of log-probabilities [..., k] of the same tokens; unless these are the `whole` vocabulary, the rest of it is one more."""
+    """KL divergence of log-probabilities [..., k] of the same tokens; unless they are the `whole` vocabulary, the remaining tokens
+    are one more outcome."""
     if not whole:
         student, teacher = (torch.cat((each, _rest(each)), dim=-1) for each in (student, teacher))
     first, second = (student, teacher) if reverse else (teacher, student)
@@ -33,13 +34,13 @@ def divergences(student: Tensor, teacher: Tensor, whole: bool, reverse: bool) ->
 
 
 def _rest(logprobs: Tensor) -> Tensor:
-    """The log-probability of all other tokens together: rounding must not leave them less than nothing."""
+    """The log-probability of all other tokens together; clamped, since rounding must not make their probability negative."""
     within = logprobs.logsumexp(-1, keepdim=True)
     return log1mexp(within.clamp(max=-torch.finfo(within.dtype).eps))
 
 
 class Distill(SFT):
-    """Targets at each place are the data's own token, for `nll`, and those of the teacher."""
+    """The targets at each position are the data's own token, for `nll`, and the teacher's tokens."""
 
     def __init__(self, run: Run, device: torch.device, mesh: Mesh) -> None:
         super().__init__(run, device, mesh)

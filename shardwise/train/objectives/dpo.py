@@ -1,5 +1,5 @@
-"""DPO (Rafailov et al. 2023): the wanted answer is to gain more over the reference than the unwanted one. With the hinge of SLiC
-(Zhao et al. 2023) or the square of IPO (Azar et al. 2024) in the place of the logistic loss."""
+"""DPO (Rafailov et al. 2023): the chosen answer should gain more log-probability over the reference than the rejected one. The
+hinge loss of SLiC (Zhao et al. 2023) or the squared loss of IPO (Azar et al. 2024) can replace the logistic loss."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from shardwise.train.objectives.pairs import Answers, PairObjective, margins
 
 
 def dpo_losses(margin: Tensor, kind: str, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Of the margin between the log-ratios of both answers to the reference: DPO's eq. 7, with smoothing that of Mitchell (2023,
-    eq. 3); the hinge at 1 / beta; IPO's eq. 17, whose log-ratios are means over an answer's tokens."""
+    """The losses, given `margin`: the chosen answer's log-ratio to the reference minus the rejected answer's. DPO's eq. 7, with
+    label smoothing Mitchell's (2023, eq. 3); the hinge at 1 / beta; IPO's eq. 17, whose log-ratios are means over an answer's
+    tokens."""
     match kind:
         case "hinge":
             return torch.relu(1 - beta * margin)
@@ -23,8 +24,8 @@ def dpo_losses(margin: Tensor, kind: str, beta: float, label_smoothing: float = 
 
 
 class DPO(PairObjective):
-    """Rewards are beta times the log-ratio to the reference; with a margin of a pair's own, they are to differ by it (ODPO, Amini
-    et al. 2024)."""
+    """Rewards are beta times the log-ratio to the reference. If a pair has its own margin, its rewards should differ by that margin
+    (ODPO, Amini et al. 2024)."""
 
     def terms(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, list[Tensor]]:
         c = self.config

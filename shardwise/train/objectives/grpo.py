@@ -1,17 +1,19 @@
-"""Group relative policy optimization: answers that were judged better than others to the same prompt become likelier.
+"""Group relative policy optimization (GRPO): answers with a higher reward than others to the same prompt become likelier.
 
-The term of a token is the clipped surrogate of PPO with the advantage of its answer (Shao et al. 2024, equation 3), with an upper
-clip of its own (DAPO, Yu et al. 2025, equation 10), and `kl_beta` times an estimate of the KL divergence from a reference that is
-never negative (Schulman 2020, "k3": r - 1 - log r with r = reference / policy). What a token weighs and by what the sum is divided
-is what the variants differ in:
+The term of a token is PPO's clipped surrogate with the advantage of its answer (Shao et al. 2024, equation 3), with a separate
+upper clip (DAPO, Yu et al. 2025, equation 10), plus `kl_beta` times an estimate of the KL divergence from a reference that is never
+negative (Schulman 2020, "k3": r - 1 - log r with r = reference / policy). The variants differ in a token's weight and in the
+normaliser of the sum:
 
-    grpo      1 / tokens of its answer; answers                  (equation 3)
-    dr_grpo   1 / most tokens of an answer; answers               (Liu et al. 2025, section 3.2)
-    dapo      1; tokens of all answers                            (Yu et al. 2025, equation 12)
+    variant   weight of a token             normaliser
+    grpo      1 / tokens of its answer      answers                (equation 3)
+    dr_grpo   1 / most tokens of an answer  answers                (Liu et al. 2025, section 3.2)
+    dapo      1                             tokens of all answers  (Yu et al. 2025, equation 12)
 
-The engine that drew the answers may give a token another probability than the trainer, by rounding or because its weights are
-older. So the term is weighed by their ratio, cut at `importance_cap` (truncated importance sampling, Ionides 2008; for this
-mismatch Yao et al. 2025). Where answers are learned from once, the probabilities before the update are those of this very pass.
+The engine that sampled the answers may give a token another probability than the trainer, because of rounding or because its
+weights are older. So the term is multiplied by the ratio of trainer to engine probability, capped at `importance_cap` (truncated
+importance sampling, Ionides 2008; for this mismatch Yao et al. 2025). If answers are used for one update only, the probabilities
+before the update are those of this very pass.
 """
 
 from __future__ import annotations
@@ -36,28 +38,29 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class AnswerBatch(Batch):
-    """Rows of a prompt and an answer each. Targets are the answer's tokens; the arrays [rows, length] hold values at those."""
+    """Rows of one prompt and one answer each. Targets are the answer's tokens; the arrays [rows, length] hold values at them."""
 
     advantages: Floats | None = None
     weights: Floats | None = None
-    """What each token weighs."""
+    """The weight of each token."""
     drawn: Floats | None = None
-    """Log-probabilities that the engine gave to the tokens it drew."""
+    """The engine's log-probabilities of its sampled tokens."""
     old: Floats | None = None
-    """Those of the trainer before the first update; None: of this pass."""
+    """The trainer's log-probabilities before the first update; None: those of this pass."""
     reference: Floats | None = None
-    """Those of the reference, where there is one."""
+    """The reference's log-probabilities, if there is one."""
     answers: int | None = None
-    """Answers with something to learn in these rows, where a row has several; None: a row is one."""
+    """The number of answers with targets in these rows, if rows are packed with several; None: a row is one answer."""
     per_token: float = 1.0
-    """What the objective counts over the global batch, by token: a sum over tokens becomes a mean over them with it."""
+    """The objective's count over the global batch divided by its tokens: the factor that turns a metric's sum over tokens, which
+    is later divided by the count, into a mean over tokens."""
 
 
 ARRAYS = ("advantages", "weights", "drawn", "old", "reference")
 
 
 class Terms(NamedTuple):
-    """Of each token: the loss, what was clipped, the KL estimate, and the trainer's logprob minus the engine's."""
+    """Of each token: the loss, whether it was clipped, the KL estimate, and the trainer's logprob minus the engine's."""
 
     loss: Tensor
     clipped: Tensor
@@ -76,7 +79,7 @@ class Clip:
 
     @classmethod
     def of(cls, run: Run) -> Clip:
-        """Those that a run asks for."""
+        """The constants that a run sets."""
         asked = run.objective
         high = asked.epsilon_high or (0.28 if asked.variant == "dapo" else asked.epsilon)
         return cls(asked.epsilon, high, asked.kl_beta, asked.importance_cap)
@@ -85,7 +88,7 @@ class Clip:
 def terms(
     logprobs: Tensor, advantages: Tensor, drawn: Tensor, old: Tensor | None, reference: Tensor | None, clip: Clip
 ) -> Terms:
-    """The terms of tokens, not yet weighed."""
+    """The terms of tokens, before weighting."""
     before = logprobs.detach() if old is None else old
     ratio = (logprobs - before).exp()
     bounded = ratio.clamp(1 - clip.low, 1 + clip.high)
@@ -103,7 +106,7 @@ def terms(
 
 
 class Grpo(TrainObjective):
-    """Learns from answers that were judged. What it measures are means over the tokens of all answers."""
+    """Learns from answers with rewards. Its metrics are means over the tokens of all answers."""
 
     def __init__(self, run: Run, device: torch.device, mesh: Mesh) -> None:
         super().__init__(run, device, mesh)
@@ -149,7 +152,8 @@ class Grpo(TrainObjective):
 
 
 def random_answers(run: Run, tokens: NDArray[np.int64]) -> AnswerBatch:
-    """A batch with everything that a step of a run learns from, of rows one token longer than its sequences, all of it answers."""
+    """A batch with every array that a step of this run needs, from rows that are one token longer than its sequences; every token
+    belongs to an answer."""
     values = np.full((len(tokens), tokens.shape[1] - 1), -1.0)
     return AnswerBatch(
         tokens[:, :-1].copy(),
@@ -163,7 +167,7 @@ def random_answers(run: Run, tokens: NDArray[np.int64]) -> AnswerBatch:
 
 
 def weights_of(run: Run, lengths: NDArray[np.int64]) -> Floats:
-    """What the tokens of answers of these lengths weigh."""
+    """The token weight of answers with these lengths."""
     match run.objective.variant:
         case "grpo":
             return 1.0 / np.maximum(lengths, 1)

@@ -1,7 +1,7 @@
-"""KTO (Ethayarajh et al. 2024): an answer with a verdict is to gain or lose over the reference, measured from how far the model has
-strayed in general: the mean log-ratio of answers to the prompts of others (`data/mismatch.py`), over the whole global batch, so
-that every layout has the same. A step has four forward passes: reference and model on the mismatched rows, the reference on the
-rows, and its own.
+"""KTO (Ethayarajh et al. 2024): an answer labelled desirable should gain log-probability over the reference, an undesirable one
+should lose. The zero point is the model's general KL from the reference, estimated as the mean log-ratio of answers paired with
+other answers' prompts (`data/mismatch.py`) over the whole global batch, so that it is the same on every layout. A step has four
+forward passes: reference and model on the mismatched rows, the reference on the step's rows, and the step's own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shardwise.train.objectives.objective import TrainObjective
 
 
 def kto_losses(ratios: Tensor, wanted: Tensor, kl: Tensor, beta: float, weights: tuple[float, float]) -> Tensor:
-    """Eq. 8 of log-ratios to the reference, less the constants; `weights` of wanted and unwanted answers."""
+    """Eq. 8 without its constants, given log-ratios to the reference; `weights` are those of desirable and undesirable answers."""
     gain = torch.where(wanted, ratios - kl, kl - ratios)
     good, bad = ratios.new_tensor(weights)
     return torch.where(wanted, good, bad) * (1 - torch.sigmoid(beta * gain))
 
 
 class KTO(TrainObjective):
-    """Answers one by one; rewards are beta times the log-ratio to the reference."""
+    """Learns from single answers, not pairs; rewards are beta times the log-ratio to the reference."""
 
     def __init__(self, run: Run, device: torch.device, mesh: Mesh) -> None:
         super().__init__(run, device, mesh)
@@ -45,7 +45,7 @@ class KTO(TrainObjective):
         return len(np.unique(rows * batch.tokens.shape[1] + batch.slots[rows, places]))
 
     def strayed(self, microbatch: Microbatch) -> Tensor:
-        """The sum of log-ratios of mismatched answers on this rank, and the share of their number that it has."""
+        """This rank's sum of the log-ratios of mismatched answers, and its share of their number."""
         targets, slots = microbatch["targets"], microbatch["slots"]
         policy, reference = microbatch["policy"], microbatch["reference"]
         assert targets is not None
@@ -57,7 +57,7 @@ class KTO(TrainObjective):
         return torch.stack(((policy - reference).sum(), (tokens > 0).sum() / self.mesh.size("context")))
 
     def set_strayed(self, total: Tensor) -> None:
-        """Over all ranks: the sum, and the number."""
+        """Set the KL estimate from `total`: the sum of log-ratios and the number of answers, over all ranks."""
         self.kl.copy_((total[0] / total[1].clamp(min=1)).clamp(min=0))
 
     def loss(self, microbatch: Microbatch, head: nn.Module, hidden: Tensor, unembedding: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""An objective as the train step uses it: besides the loss of a microbatch, what it needs of a batch, how it is normalised, and
-what it measures on the way."""
+"""An objective as the train step uses it. Besides the loss of a microbatch it defines the arrays it needs from a batch, the
+normaliser of the loss, and its metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.run.sections.objective import FACTS
 
 
 class TrainObjective(Objective):
-    """Decides targets, masks and weights of tokens, and the normaliser of the loss."""
+    """Defines the targets, masks and weights of tokens, and the normaliser of the loss."""
 
     def __init__(self, run: Run, device: torch.device, mesh: Mesh) -> None:
         self.config, self.mesh = run.objective, mesh
@@ -28,34 +28,34 @@ class TrainObjective(Objective):
         self.has_auxiliary = run.model.experts > 0 and bool(run.train.balance_loss or run.train.router_z_loss)
         self.batch_tokens = run.batch_tokens
         self.full_count: float = run.batch_tokens
-        """The count of a global batch in which everything counts. Backward passes divide by it, since they run before the true
-        count is known over all ranks; the gradients are corrected as they are clipped."""
+        """The count of a global batch in which every token (or answer) counts. Backward passes divide by it, since they run before
+        the true count over all ranks is known; the gradients are corrected as they are clipped."""
         self.metrics = FACTS[run.objective.kind].metrics
         self.measured = torch.zeros(len(self.metrics), dtype=dtype, device=device)
-        """Sums over the documents of this rank's share of a step, by metric; each is divided by the count like the loss."""
+        """The metrics' sums over the documents of this rank's share of a step; like the loss, each is divided by the count."""
 
     @abstractmethod
     def token_arrays(self, batch: Batch) -> dict[str, np.ndarray]:
-        """What `loss` needs of each token, as arrays [rows, sequence]; they are sharded like the tokens."""
+        """The per-token values that `loss` needs, as arrays [rows, sequence]; they are sharded like the tokens."""
 
     @abstractmethod
     def count(self, batch: Batch) -> float:
-        """This batch's share of the normaliser, by which the loss of the global batch is divided."""
+        """This batch's share of the normaliser that the global batch's loss is divided by."""
 
     def beside(self, batch: Batch) -> Batch | None:
-        """Rows that the network only passes forward, before the step's own."""
+        """Further rows that only run forward, before the step's own rows; None: there are none."""
         return None
 
     def strayed(self, microbatch: Microbatch) -> Tensor:
-        """What is added up of such rows, over all of a step, before the others."""
+        """The sums over such rows, which are collected over the whole step before its own rows run."""
         raise NotImplementedError
 
     def set_strayed(self, total: Tensor) -> None:
-        """What that sum over all ranks is."""
+        """Receive these sums, added over all ranks."""
         raise NotImplementedError
 
     def shown(self, measured: dict[str, float]) -> dict[str, float]:
-        """What people see of the metrics, each divided by the count."""
+        """The metrics as they are displayed, given the sums divided by the count."""
         return measured
 
     def begin(self) -> None:
@@ -63,10 +63,10 @@ class TrainObjective(Objective):
         self.measured.zero_()
 
     def measure(self, sums: Sequence[Tensor]) -> None:
-        """Add sums over documents to what is measured; every context rank has the same ones, and takes its share."""
+        """Add sums over documents to the metrics. Every context rank has the same sums, and adds its share of them."""
         self.measured += torch.stack([each.detach() for each in sums]) / self.mesh.size("context")
 
     def weigh_auxiliary(self, count: Tensor) -> None:
-        """Make auxiliary losses a mean over all tokens of the batch: what is divided by the count in the end, all tokens or a few
-        documents, must not change what experts weigh."""
+        """Make auxiliary losses a mean over all tokens of the batch: whether the count is of all tokens or of a few documents must
+        not change the weight of the auxiliary losses."""
         self.auxiliary_weights.copy_(self.weights * (count / self.batch_tokens))

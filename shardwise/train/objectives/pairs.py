@@ -1,5 +1,5 @@
-"""What preferences have in common: a row holds pairs of documents, a wanted and an unwanted one in turn, and the loss is a mean
-over all pairs of the global batch of a term made of their log-probabilities."""
+"""What the preference objectives have in common. A row holds pairs of documents, alternating a chosen and a rejected one. The loss
+is the mean, over all pairs of the global batch, of a term made of their log-probabilities."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class Answers(NamedTuple):
     """One answer of each pair [rows, pairs]."""
 
     logprob: Tensor
-    """The sum over its learned tokens, as the trained network sees them; of a reward model the score."""
+    """The trained network's log-probability, summed over the tokens with a target; for a reward model the score."""
     tokens: Tensor
-    """Their number; 0 where there is no such answer, and so no pair."""
+    """The number of tokens with a target; 0 if there is no such answer, and so no pair."""
     reference: Tensor
-    """The log-probability of the reference; 0 where there is none."""
+    """The reference's log-probability; 0 if there is no reference."""
     margin: Tensor
-    """By how much its pair differs, as the row says; 0 where that is not asked for."""
+    """The margin of its pair, from the data; 0 if the run does not use margins."""
 
     @property
     def mean(self) -> Tensor:
-        """The log-probability of a token, on average."""
+        """The mean log-probability of a token."""
         return self.logprob / self.tokens.clamp(min=1)
 
 
 class PairObjective(TrainObjective):
-    """Sums over documents, and pairs of those."""
+    """Sums log-probabilities over documents, and pairs the documents."""
 
     def __init__(self, run: Run, device: torch.device, mesh: Mesh) -> None:
         super().__init__(run, device, mesh)
@@ -60,7 +60,7 @@ class PairObjective(TrainObjective):
 
     @abstractmethod
     def terms(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, list[Tensor]]:
-        """The loss of each pair, and what is measured of it, in the order of `metrics`."""
+        """The loss of each pair, and its metrics, in the order of `metrics`."""
 
     def loss(self, microbatch: Microbatch, head: nn.Module, hidden: Tensor, unembedding: Tensor) -> Tensor:
         targets, slots = microbatch["targets"], microbatch["slots"]
@@ -70,14 +70,14 @@ class PairObjective(TrainObjective):
 
         def make(logprobs: Tensor) -> Tensor:
             counted = (targets != IGNORE_INDEX).to(logprobs.dtype)
-            logprobs = logprobs * counted  # of scores, those at the ends of documents
+            logprobs = logprobs * counted  # a reward model's scores: only those at the ends of documents
             more = {"reference": reference, "margin": None if margins is None else margins * counted}
             there = [name for name, each in more.items() if each is not None]
             values = [logprobs, counted, *(each for each in more.values() if each is not None)]
             sums = document_sums(torch.stack(values), slots, self.mesh.group("context"))
             sums = sums[..., : sums.shape[-1] // 2 * 2].unflatten(-1, (-1, 2))
             known = dict.fromkeys(more, torch.zeros_like(sums[0])) | dict(zip(there, sums[2:], strict=True))
-            known["margin"] = known["margin"] / sums[1].clamp(min=1)  # each learned token has it
+            known["margin"] = known["margin"] / sums[1].clamp(min=1)  # every token with a target carries it
             chosen, rejected = (
                 Answers(sums[0][..., n], sums[1][..., n], known["reference"][..., n], known["margin"][..., n])
                 for n in range(2)
@@ -91,5 +91,5 @@ class PairObjective(TrainObjective):
 
 
 def margins(chosen: Tensor, rejected: Tensor) -> list[Tensor]:
-    """What is measured of the rewards of both answers: each, their margin, and whether the wanted one has more."""
+    """The metrics of both answers' rewards: each, their margin, and whether the chosen one has more."""
     return [chosen, rejected, chosen - rejected, (chosen > rejected).to(chosen.dtype)]

@@ -1,4 +1,4 @@
-"""Pretraining: the cross-entropy of the next token, the mean over all tokens of the global batch that have a target."""
+"""Pretraining: the cross-entropy of the next token, averaged over all tokens of the global batch that have a target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.train.objectives.objective import TrainObjective
 
 
 class Pretrain(TrainObjective):
-    """Targets are those of the data; one that holds `IGNORE_INDEX` is not learned. Every other token weighs the same."""
+    """Targets are those of the data. A token whose target is `IGNORE_INDEX` has no loss; all others have the same weight."""
 
     def token_arrays(self, batch: Batch) -> dict[str, np.ndarray]:
         return {"targets": batch.targets}

@@ -1,5 +1,5 @@
-"""Supervised tuning: the cross-entropy of answers, the mean over all their tokens in the global batch. What is an answer, the data
-says; of preferences, the wanted ones are learned."""
+"""Supervised fine-tuning: the cross-entropy of answers, averaged over all their tokens in the global batch. The data marks the
+answers; in preference data only the desirable ones are learned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.train.objectives.pretrain import Pretrain
 
 
 class SFT(Pretrain):
-    """As pretraining, of targets that are wanted."""
+    """As pretraining, but only with the targets of desirable answers."""
 
     def token_arrays(self, batch: Batch) -> dict[str, np.ndarray]:
         return {"targets": _wanted(batch)}

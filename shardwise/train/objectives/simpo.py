@@ -1,4 +1,5 @@
-"""SimPO (Meng et al. 2024): the wanted answer is to be likelier by a margin, per token. It needs no reference."""
+"""SimPO (Meng et al. 2024): the chosen answer's mean log-probability per token should exceed the rejected one's by a margin. It
+needs no reference."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from shardwise.train.objectives.pairs import Answers, PairObjective, margins
 
 
 def simpo_losses(chosen: Tensor, rejected: Tensor, beta: float, gamma: float, label_smoothing: float = 0.0) -> Tensor:
-    """Eq. 6 of mean log-probabilities; with smoothing, some pairs count as the wrong way round."""
+    """Eq. 6, given mean log-probabilities; label smoothing counts a share of the pairs as swapped."""
     logits = beta * (chosen - rejected) - gamma
     return -F.logsigmoid(logits) * (1 - label_smoothing) - F.logsigmoid(-logits) * label_smoothing
 

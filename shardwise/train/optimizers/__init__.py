@@ -1,1 +1,1 @@
-"""What updates the weights: AdamW and Muon on the device, AdamW on the host, 1-bit Adam, the schedule of the learning rate."""
+"""Optimizers: AdamW and Muon on the device, AdamW on the host, 1-bit Adam, and the learning-rate schedule."""

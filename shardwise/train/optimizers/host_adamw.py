@@ -1,14 +1,14 @@
-"""AdamW on the host (ZeRO-Offload, Ren et al. 2021): moments and parameters in high precision are in the CPU's memory, and its
+"""AdamW on the host (ZeRO-Offload, Ren et al. 2021): moments and master parameters in high precision are in CPU memory, and CPU
 threads update them while the device computes.
 
-A gradient leaves the device as soon as the backward pass has made it, on a stream of its own; at most `IN_FLIGHT` bytes wait
-there. Where a step has several microbatches the host adds them up, as the device would have, in high precision. When the norm of
-all gradients is known, threads update slices of the parameters, those outside of the layers first and then layer by layer in the
-order of the forward pass, and send each slice to the device. The next forward pass waits, layer by layer, for what it needs: so
-gradients travel behind the backward pass, and the update hides behind the forward pass.
+A gradient leaves the device as soon as the backward pass has produced it, on its own CUDA stream; at most `IN_FLIGHT` bytes wait on
+the device. If a step has several microbatches, the host accumulates their gradients in high precision, as the device would have.
+When the norm of all gradients is known, threads update slices of the parameters and send each slice to the device: first the
+parameters outside the layers, then layer by layer in the order of the forward pass. The next forward pass waits, layer by layer,
+for the parameters it needs. So the gradients' copies overlap the backward pass, and the update overlaps the forward pass.
 
-Traffic of a step: every gradient once a microbatch to the host, every parameter once to the device, in the dtype that the device
-holds. The host's memory holds 3 x 4 bytes a parameter and a gradient; what it reads and writes is in `plan/time/host.py`.
+Traffic of a step: every gradient to the host once per microbatch, and every parameter to the device once, in the device's dtype.
+Host memory holds 3 x 4 bytes a parameter, and a gradient; `plan/time/host.py` has the bytes that the host reads and writes.
 """
 
 from __future__ import annotations
@@ -33,32 +33,34 @@ from shardwise.run import Problem, UserError
 from shardwise.torch_private import adamw_, foreach_norm, is_fake, version
 
 SLICE = 1 << 20
-"""Elements that a thread updates at a time: what it makes on the way stays in its cache."""
+"""Elements that a thread updates at a time: its temporaries stay in its cache."""
 
 
 @dataclass
 class Hosted:
-    """A parameter whose optimizer is the host's."""
+    """A parameter that the host updates."""
 
     held: LocalParameter
     master: Tensor
-    """In high precision, in the host's memory. Not an alias that autograd knows of: a change of it says nothing to others."""
+    """The master parameter, in high precision and in host memory. Autograd does not know it as an alias: a write to it does not
+    change the version counter of other tensors."""
     target: Tensor
-    """What the device computes with."""
+    """The tensor that the device computes with."""
     buffer: Tensor | None = None
-    """Where its gradient arrives."""
+    """The host tensor that its gradient is copied to."""
     total: Tensor | None = None
-    """The sum of several microbatches' gradients, once it is `begun`."""
+    """The sum of several microbatches' gradients; valid once it is `begun`."""
     begun: bool = False
     norm: Tensor | None = None
     written: int = 0
-    """The version of a parameter that others may write: one that the device holds in high precision."""
+    """The parameter's version counter when it was last in sync. Others may write the parameter if the device holds it in high
+    precision."""
     adding: Future[None] | None = None
     updates: list[Future[None]] = field(default_factory=list)
 
 
 class HostAdamW(torch.optim.Optimizer):
-    """AdamW whose parameters are slices of the host's memory; `factor` on all gradients is set before each step."""
+    """AdamW whose parameters are in host memory; `factor`, which multiplies all gradients, is set before each step."""
 
     factor: Tensor
 
@@ -88,18 +90,18 @@ class HostAdamW(torch.optim.Optimizer):
         self.outer: list[Hosted] = []
         self.moments = 0
         self.leaving: deque[tuple[Tensor, Any]] = deque()
-        # A dry run's tensors have no data, and know one thread alone.
+        # A dry run's tensors have no data, and work in one thread only.
         self.dry = any(is_fake(master) for master in local)
         self.threads: ThreadPoolExecutor | AtOnce = AtOnce()
         self.scratch = thread_local()
         if not self.dry:
             before, count = torch.get_num_threads(), threads or len(os.sched_getaffinity(0))
             self.threads = ThreadPoolExecutor(count, initializer=_alone)
-            self.threads.submit(int).result()  # a thread has begun, and said that it works alone
+            self.threads.submit(int).result()  # a thread has started, and `_alone` has run in it
             torch.set_num_threads(before)
 
     def watch(self, models: list[Transformer]) -> None:
-        """Let the layers of the network wait for their parameters before they compute."""
+        """Make the layers of the network wait for their parameters before they compute."""
         inner: dict[str, list[Hosted]] = {}
         for name, each in self.hosted.items():
             if name.startswith("layers."):
@@ -114,7 +116,7 @@ class HostAdamW(torch.optim.Optimizer):
         self._wait(own)
 
     def _wait(self, some: list[Hosted]) -> None:
-        """What is computed from here on has these parameters updated."""
+        """Wait until these parameters are updated, for all work that is launched from here on."""
         waited = False
         for each in some:
             for update in each.updates:
@@ -125,7 +127,7 @@ class HostAdamW(torch.optim.Optimizer):
             torch.cuda.current_stream().wait_stream(self.to_device)
 
     def refresh(self) -> None:
-        """Before a pass: parameters outside of the layers are updated, and what others have written is taken."""
+        """Called before a pass: wait for the parameters outside the layers, and take over parameters that others have written."""
         self._wait(self.outer)
         for each in self.hosted.values():
             if each.held.compute_copy is None and version(each.held.parameter) != each.written:
@@ -134,8 +136,8 @@ class HostAdamW(torch.optim.Optimizer):
                 each.written = version(each.held.parameter)
 
     def moment(self, like: Tensor) -> Tensor:
-        """Zeros for a parameter's moment: in the host's memory, or in a file of the folder that the system maps into it, so that a
-        slice is read when it is updated and written when there is need of its memory."""
+        """Zeros for a parameter's moment: in host memory, or in a memory-mapped file of the folder, so that a slice is read when it
+        is updated and written back when the system needs its memory."""
         if self.files is None or self.dry:
             return torch.zeros_like(like)
         self.moments += 1
@@ -143,20 +145,20 @@ class HostAdamW(torch.optim.Optimizer):
         return torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype).view_as(like)
 
     def finish(self) -> None:
-        """Wait until everything is updated."""
+        """Wait until all parameters are updated."""
         self._wait(list(self.hosted.values()))
         if self.to_device is not None:
             self.to_device.synchronize()
 
     @torch.no_grad()
     def _arrived(self, each: Hosted, leaf: Tensor) -> None:
-        """A gradient is complete: it leaves the device."""
+        """Called when a gradient is complete: start its copy to the host."""
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
         gradient = gradient.contiguous()
         if self.microbatches == 1:
             each.norm = norm_of(gradient)
-        if each.adding is not None:  # the buffer is still read
+        if each.adding is not None:  # a thread still reads the buffer
             each.adding.result()
         arrived = None
         if self.to_host is None:
@@ -189,7 +191,7 @@ class HostAdamW(torch.optim.Optimizer):
         each.begun = True
 
     def norms(self) -> dict[str, Tensor]:
-        """The norm of each gradient by the parameter's name; they are complete."""
+        """The norm of each gradient, by the parameter's name; waits until all gradients have arrived."""
         while self.leaving:
             self.leaving.popleft()[1].synchronize()
         found = {}
@@ -204,7 +206,7 @@ class HostAdamW(torch.optim.Optimizer):
         return found
 
     def drop(self) -> None:
-        """Forget the gradients of a step."""
+        """Drop the gradients of a step."""
         self.norms()
         for each in self.hosted.values():
             each.norm, each.begun = None, False
@@ -253,14 +255,14 @@ class HostAdamW(torch.optim.Optimizer):
         eps: float,
         decay: float,
     ) -> None:
-        """One slice: its gradient times the factor, AdamW, and its way to the device."""
+        """Update one slice: multiply its gradient by the factor, apply AdamW, and send it to the device."""
         master, gradient, first, second, target = parts
         mine = self.scratch
         if not hasattr(mine, "gradient"):
             mine.gradient, mine.slots, mine.turn = torch.empty(SLICE, dtype=master.dtype), [], 0
         scaled = mine.gradient if mine.gradient.dtype == master.dtype else torch.empty(SLICE, dtype=master.dtype)
         scaled = scaled[: master.numel()].copy_(gradient).mul_(factor)
-        # The optimizer counts the step itself.
+        # The optimizer has already incremented the step.
         adamw_(master, scaled, first, second, torch.tensor(step), lr, betas, eps, decay)
         if self.to_device is None:
             target.copy_(master)
@@ -276,7 +278,7 @@ class HostAdamW(torch.optim.Optimizer):
         mine.slots[mine.turn] = (slot, sent)
 
     def _slot(self, dtype: torch.dtype) -> tuple[Tensor, Any]:
-        """Pinned memory of this thread, that a slice goes to the device from; two, in turns, of each dtype."""
+        """A pinned buffer of this thread, from which a slice is copied to the device; each dtype has two, used in turn."""
         mine = self.scratch
         of = [n for n, (slot, _) in enumerate(mine.slots) if slot.dtype == dtype]
         if len(of) < 2:
@@ -289,10 +291,10 @@ class HostAdamW(torch.optim.Optimizer):
 
 
 class AtOnce:
-    """Does what threads would do, now."""
+    """Runs work at once, in the caller's thread, in place of a thread pool."""
 
     def submit(self, work: Callable[..., None], *given: Any) -> Future[None]:
-        """The work's future, done."""
+        """Run the work; returns a future that is done."""
         done: Future[None] = Future()
         work(*given)
         done.set_result(None)
@@ -300,22 +302,22 @@ class AtOnce:
 
 
 def _alone() -> None:
-    """A thread of many computes by itself."""
+    """Make PyTorch compute in this thread alone: the pool already has one thread per core."""
     torch.set_num_threads(1)
 
 
 def norm_of(gradient: Tensor) -> Tensor:
-    """The norm of one gradient, as `squared_norm` takes it of many."""
+    """The norm of one gradient, computed as `squared_norm` does for many."""
     return foreach_norm([gradient], dtype=torch.promote_types(gradient.dtype, torch.float32))[0]
 
 
 def target_of(held: LocalParameter) -> Tensor:
-    """What the device computes with in a parameter's place, without a trace in autograd's counts."""
+    """The tensor that the device computes with: the parameter or its compute copy, detached from autograd's version counter."""
     return (held.parameter if held.compute_copy is None else held.compute_copy.tensor).data
 
 
 def master_of(held: LocalParameter) -> Tensor:
-    """A parameter in high precision in the host's memory: its own where the device has a copy, else a copy."""
+    """A parameter in high precision in host memory: the parameter's own tensor if the device has a compute copy, else a copy."""
     if held.compute_copy is not None:
         return held.parameter.data
     return held.parameter.data.to("cpu", copy=True)

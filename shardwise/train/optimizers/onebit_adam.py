@@ -1,8 +1,9 @@
-"""AdamW whose second moment stands still behind a warm-up, as 1-bit Adam wants it (Tang et al. 2021, algorithm 1), and as it
-helps others that bring gradients late: divided by the same, a sum that comes at once moves a weight as far as its parts would.
+"""AdamW whose second moment is frozen after a warm-up, as 1-bit Adam requires (Tang et al. 2021, algorithm 1). It also helps other
+compressors that deliver gradients late: with the same denominator, a sum that arrives at once moves a weight as far as its terms
+would have one by one.
 
-Where the second moment is 0, no gradient was ever seen, and what the signs of a momentum bring there is nothing but their rounding:
-such elements stay as they are. The first moment's bias is corrected as ever, the second's by the steps of the warm-up.
+If the second moment of an element is 0, it never had a gradient, and the 1-bit momentum there is only rounding: such elements are
+not updated. The first moment's bias correction is the usual one; the second's uses the number of warm-up steps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 
 class OneBitAdamW(torch.optim.AdamW):
-    """AdamW that is told when its second moment stands still."""
+    """AdamW that freezes its second moment after `warmup` steps."""
 
     def __init__(
         self, groups: list[dict[str, object]], lr: float, betas: tuple[float, float], eps: float, warmup: int
@@ -25,7 +26,7 @@ class OneBitAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "this optimizer does not evaluate the loss again"
         learned = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if self.warmup:  # a dry run has none, and no number to read either
+        if self.warmup:  # a dry run has no warm-up, and its tensors have no step to read
             steps = next((int(self.state[p]["step"]) for p in learned if self.state[p]), 0)
             if steps < self.warmup:
                 super().step()

@@ -1,11 +1,12 @@
-"""AdamW (Loshchilov & Hutter 2019) and Muon (Jordan et al. 2024) over a rank's shards of the parameters, by the kind of each.
+"""AdamW (Loshchilov & Hutter 2019) and Muon (Jordan et al. 2024) over a rank's shards of the parameters; the kind of parameter
+decides which one updates it.
 
-Decay is decoupled and spares norms and biases. Muon orthogonalises the momentum of the matrices inside the blocks and
-leaves embeddings, head, norms and biases to AdamW. `torch.optim.Muon` is not used: it takes single matrices only, not
-stacked experts or shards, and always iterates in bfloat16. Here only float32 on a GPU does; float64 and CPUs keep their dtype.
-Optimizers work on this rank's shards as plain tensors: their arithmetic is elementwise, except for Muon, which gathers the
-matrix (traffic: every matrix once a step over the ranks that hold its shards). On a GPU `FusedAdamW` is one pass over float32
-parameters, gradients and moments, with the gradients' factor in it; `torch.optim.AdamW`, fused, is the same arithmetic elsewhere.
+Weight decay is decoupled, and norms and biases are not decayed. Muon orthogonalises the momentum of the matrices inside the blocks;
+AdamW updates embeddings, head, norms and biases. `torch.optim.Muon` is not used: it takes single matrices only, not stacked experts
+or shards, and always iterates in bfloat16. Here only float32 matrices on a GPU do; others keep their dtype.
+Optimizers work on this rank's shards as plain tensors: they are elementwise, except for Muon, which gathers the matrix (traffic:
+every matrix once a step over the ranks that hold its shards). On a GPU `FusedAdamW` is one pass over float32 parameters, gradients
+and moments, which also multiplies the gradients by their factor; elsewhere the fused `torch.optim.AdamW` computes the same.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from shardwise.train.optimizers.schedule import learning_rate_factor
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """The nearest orthogonal matrix, roughly: all singular values brought near 1. Leading dimensions are a batch."""
+    """Approximately the nearest orthogonal matrix: all singular values are brought near 1. Leading dimensions are a batch."""
     a, b, c = NEWTON_SCHULZ
     x = matrix.bfloat16() if matrix.is_cuda and matrix.dtype == torch.float32 else matrix
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    # The GEMMs accumulate into the sums, so that no memory traffic is for the additions alone.
+    # The GEMMs do the additions too, so that no memory traffic is for additions alone.
     add = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.mT
@@ -44,7 +45,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised, with decoupled decay; for matrices, stacks of them, and shards of either."""
+    """Nesterov momentum, orthogonalised, with decoupled weight decay; for matrices, stacks of them, and shards of either."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class Optimizer:
         self.mesh = mesh
         self.observers = observers or Observers()
         self.parameters = list(parameters)
-        # The local shards as plain tensors, in the memory of the parameters.
+        # The local shards as plain tensors that share the parameters' memory.
         hosted = memory.hosts_optimizer
         self.shards = [master_of(h) if hosted else local(h.parameter.detach()) for h in self.parameters]
         pairs = [(p, h) for p, h in zip(self.shards, self.parameters, strict=True) if not h.entry.frozen]
@@ -129,7 +130,7 @@ class Optimizer:
         self.peaks = [part.defaults["lr"] for part in self.parts]
 
     def learning_rate(self, step: int) -> float:
-        """AdamW's learning rate in a step, the one that metrics show."""
+        """AdamW's learning rate in a step, which the metrics show."""
         return self.train.lr * learning_rate_factor(self.train, step)
 
     @torch.no_grad()
@@ -155,11 +156,11 @@ class Optimizer:
                 h.compute_copy.copy()
 
     def squared_norm(self, device: torch.device) -> Tensor:
-        """This rank's share of the squared norm of all gradients, wherever they are."""
+        """This rank's share of the squared norm of all gradients, on the device or on the host."""
         return squared_norm(self.parameters, self.mesh, device, None if self.host is None else self.host.norms())
 
     def finish(self) -> None:
-        """Wait until the host has updated everything, where it does."""
+        """If the host updates parameters, wait until it has updated all of them."""
         if self.host is not None:
             self.host.finish()
 
@@ -171,22 +172,22 @@ class Optimizer:
             p.grad = h.leaf.grad = None
 
     def state_of(self, index: int) -> dict[str, Tensor]:
-        """This rank's shard of the state of `parameters[index]`."""
+        """This rank's shard of the optimizer state of `parameters[index]`."""
         self.finish()
         p = self.shards[index]
         return next((dict(part.state[p]) for part in self.parts if p in part.state), {})
 
     def momentum_of(self, index: int) -> Tensor:
-        """AdamW's first moment of `parameters[index]`, which is zero before the first step."""
+        """AdamW's first moment of `parameters[index]`; zeros before the first step."""
         state = self.state_of(index)
         return state["exp_avg"] if state else torch.zeros_like(self.shards[index])
 
     def set_state(self, index: int, values: dict[str, Tensor]) -> None:
-        """Set this rank's shard of the state of `parameters[index]`."""
+        """Set this rank's shard of the optimizer state of `parameters[index]`."""
         p = self.shards[index]
         for part in self.parts:
             if any(p is q for group in part.param_groups for q in group["params"]):
-                # AdamW counts steps in a scalar: PyTorch's on the parameter's device because it is fused, ours on the host.
+                # AdamW's step is a scalar: PyTorch's fused one wants it on the parameter's device, ours on the host.
                 host = isinstance(part, FusedAdamW)
                 if isinstance(part, HostAdamW):
                     whole = {key: part.moment(p).copy_(value) for key, value in values.items() if value.ndim}
@@ -200,12 +201,12 @@ class Optimizer:
 def _groups(
     pairs: Sequence[tuple[Tensor, LocalParameter]], train: TrainConfig, model: ModelConfig | None
 ) -> list[dict[str, object]]:
-    """Parameters with the same decay and the same factor of the learning rate, in the order in which they are first met; matrices
-    before vectors, which are not decayed."""
+    """Parameter groups: parameters with the same weight decay and the same learning-rate factor, in order of first appearance.
+    Matrices come before vectors, which are not decayed."""
     found: dict[tuple[bool, float], list[Tensor]] = {}
 
     def decays(h: LocalParameter) -> bool:
-        return len(h.whole) > 1 and h.entry.init != "magnitude"  # of stacked experts a vector each
+        return len(h.whole) > 1 and h.entry.init != "magnitude"  # magnitudes of stacked experts are vectors, stacked
 
     for p, h in sorted(pairs, key=lambda pair: not decays(pair[1])):
         rate = rate_factor(h.entry, model, train) if model is not None else 1.0
@@ -217,12 +218,12 @@ def _groups(
 
 
 def fits_fused_adamw(parameters: list[Tensor]) -> bool:
-    """Whether these parameters can be updated by the kernel."""
+    """Whether the fused kernel can update these parameters."""
     return all(p.is_cuda and p.dtype == torch.float32 and p.is_contiguous() for p in parameters)
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """AdamW that multiplies all gradients by `factor` in the same kernel; it is set before each step."""
+    """AdamW that multiplies all gradients by `factor` in the same kernel; `factor` is set before each step."""
 
     factor: Tensor
 

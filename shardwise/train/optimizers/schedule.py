@@ -1,6 +1,6 @@
 """Two scalars of a step. The learning rate, as a share of its peak: linear warm-up, then cosine, linear, stable-then-decay
-(Hu et al. 2024) or constant; a pure function of the step, so that a resumed run needs no state for it. And the dynamic loss scale
-of float16 (Micikevicius et al. 2018), by which the loss is multiplied so that small gradients survive."""
+(Hu et al. 2024) or constant. It is a pure function of the step, so that a resumed run needs no state for it. And the dynamic loss
+scale of float16 (Micikevicius et al. 2018): the loss is multiplied by it so that small gradients do not underflow."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ def learning_rate_factor(train: TrainConfig, step: int) -> float:
 @dataclass
 class LossScale:
     """The loss scale, and how many steps in a row were good. PyTorch's GradScaler decides per optimizer whether to skip; here one
-    gradient norm over everything decides for all of them, so that no half of the parameters is ever updated alone."""
+    gradient norm over all parameters decides for all optimizers, so that no part of the parameters is ever updated alone."""
 
     scale: float
     good: int = 0
 
     def update(self, finite: bool) -> bool:
-        """Adapt after a step whose gradients were finite, or not; returns whether the scale was lowered, which may fix the next."""
+        """Adapt the scale after a step whose gradients were `finite` or not. Returns whether it was lowered, which may fix the next
+        step."""
         if not finite:
             before, self.scale, self.good = self.scale, max(1.0, self.scale / 2), 0
             return self.scale < before

@@ -1,1 +1,1 @@
-"""How the ranks of a run start: which launcher there is, what is wrong before any rank starts, one process a rank."""
+"""How the ranks of a run start: detecting the launcher, checks before any rank starts, and one process per rank."""

@@ -1,5 +1,5 @@
-"""What is wrong with a run's data, weights or folder, found before any rank starts. The command that starts ranks imports no more
-than this: what trains takes seconds to import, and the fork server imports it meanwhile."""
+"""Checks a run's data, weights and folder before any rank starts. The command that starts ranks imports nothing more than this: the
+training code takes seconds to import, and the fork server imports it meanwhile."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardwise.run.teacher import teacher_model
 from shardwise.train.batches.source import Source, TokenSource
 
 OpenSource = Callable[[Run], Source]
-"""Opens what the batches of a run come from."""
+"""Opens the source of a run's batches."""
 
 
 def check(run: Run, out: Path, open_source: OpenSource = TokenSource) -> None:
-    """Raise what is wrong with a run's data or with its folder before any rank starts. A machine that comes later than others
-    finds the folder in use, by the run that it joins."""
+    """Raise an error if a run's data, weights or folder are wrong, before any rank starts. With several machines the folder is not
+    checked: a machine that starts later finds it in use by the very run that it joins."""
     open_source(run)
     _check_weights(run, out)
     _check_reference(run)
@@ -28,14 +28,14 @@ def check(run: Run, out: Path, open_source: OpenSource = TokenSource) -> None:
 
 
 def _check_weights(run: Run, out: Path) -> None:
-    """Of the weights that a run starts from. A run with checkpoints resumes from those, and does not need the weights any more,
-    unless it trains adapters alone."""
+    """Check the weights that a run starts from. A run with checkpoints resumes from those and no longer needs the weights, unless
+    it trains adapters only."""
     if run.train.weights and (run.adapter.used or not complete(out)):
         _open(run.train.weights, run.model)
 
 
 def _check_reference(run: Run) -> None:
-    """Of the folder of a reference or a teacher."""
+    """Check the folder of a reference or a teacher."""
     teaches = FACTS[run.objective.kind].teacher
     named = run.objective.teacher if teaches else run.objective.reference
     if named and not run.objective.stored:

@@ -1,9 +1,9 @@
-"""What the launcher of a process says about its rank, and the device and backend that follow from it.
+"""Reads a process's rank from its launcher's environment variables, and chooses the device and backend from them.
 
-Launchers agree on little: torchrun gives everything, Slurm says how many tasks a machine has in a run-length code, OpenMPI gives no
-address, Kubernetes an index. How many ranks this machine has decides whether there is a GPU for each, and so whether NCCL can be
-used; where a launcher binds each rank to GPUs of its own, a rank sees fewer GPUs than the machine has ranks. All of it is read
-here, from environment variables, and the address of the first machine of a Slurm job from `scontrol`.
+Launchers agree on little: torchrun sets everything, Slurm gives a machine's task count in a run-length code, OpenMPI sets no
+address, and Kubernetes only an index. The number of ranks on this machine decides whether there is a GPU for each, and so whether
+NCCL can be used. If a launcher binds each rank to its own GPUs, a rank sees fewer GPUs than the machine has ranks. All of this is
+read from environment variables; the first machine's address of a Slurm job comes from `scontrol`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NCCL, GLOO = "cpu:gloo,cuda:nccl", "gloo"
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What the launcher of a process says about its rank."""
+    """A process's rank and world, as its launcher set them."""
 
     rank: int
     world_size: int
@@ -31,20 +31,20 @@ class RankEnvironment:
     has_agent: bool = False
     """Started by this package's own agent."""
     launcher: str = ""
-    """Who started it, for people."""
+    """The launcher's name, for display."""
     own_gpus: bool = False
-    """The launcher shows each rank of a machine other GPUs, so that seeing fewer than there are ranks means nothing."""
+    """The launcher gives each rank of a machine its own GPUs, so that seeing fewer GPUs than ranks is no problem."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank computes, and what its collectives run on."""
+    """A rank's device, and the backend of its collectives."""
 
     backend: str
     device: str
 
     def sentence(self, environment: RankEnvironment, gpu: str = "") -> str:
-        """The choice in a line; `gpu` is the name of the device."""
+        """The placement in one line; `gpu` is the name of the device."""
         world, here = environment.world_size, environment.local_world_size
         machines = -(-world // max(1, here))
         backend = "nccl" if self.backend == NCCL else self.backend
@@ -54,7 +54,7 @@ class Placement:
 
 
 class _Variables:
-    """An environment in which what is empty is like what is not set."""
+    """Environment variables, where an empty one counts as not set."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self.values = values
@@ -63,11 +63,11 @@ class _Variables:
         return bool(self.values.get(name))
 
     def text(self, *names: str) -> str:
-        """The first of these variables that is set, or ""."""
+        """The value of the first of these variables that is set, or ""."""
         return next((self.values[name] for name in names if name in self), "")
 
     def number(self, *names: str, otherwise: int) -> int:
-        """The first of these variables that is set, as a number."""
+        """The value of the first of these variables that is set, as a number."""
         name = next((name for name in names if name in self), "")
         try:
             return int(self.values[name]) if name else otherwise
@@ -77,9 +77,9 @@ class _Variables:
 
 
 def rank_environment(environment: Mapping[str, str], own_agent: bool = False) -> RankEnvironment | None:
-    """Read the variables of torchrun, OpenMPI, Slurm or Kubernetes; None when this process was not started as a rank. With
-    `own_agent` the machines of a run meet at `cluster.rendezvous`, and each starts its ranks itself: whoever started this process
-    started a machine's command, unless it was torchrun or that command."""
+    """Read the variables of torchrun, OpenMPI, Slurm or Kubernetes; None if this process was not started as a rank. With
+    `own_agent` the machines of a run meet at `cluster.rendezvous` and each starts its own ranks. Then this process is a machine's
+    command and not a rank, unless torchrun or such a command started it."""
     e = _Variables(environment)
     if own_agent and "SHARDWISE_AGENT" not in e and "TORCHELASTIC_RUN_ID" not in e:
         return None
@@ -93,25 +93,25 @@ def rank_environment(environment: Mapping[str, str], own_agent: bool = False) ->
 
 
 def _torchrun(e: _Variables) -> RankEnvironment:
-    """The variables of torchrun, which others set as well, some without those of the machine."""
+    """The variables of torchrun. Other launchers set them too, some without the per-machine ones (LOCAL_RANK, LOCAL_WORLD_SIZE)."""
     world = e.number("WORLD_SIZE", otherwise=1)
     address = e.text("MASTER_ADDR") or "127.0.0.1"
     local_rank = e.number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", otherwise=0)
     here = e.number("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", otherwise=0)
     if not here and "SLURM_STEP_TASKS_PER_NODE" in e:
         here = _tasks_here(e)
-    if not here:  # all of them where they meet on this machine; elsewhere at least those that count up to this one
+    if not here:  # a local address: all ranks are here; otherwise at least those up to this local rank
         here = world if address in ("127.0.0.1", "localhost", "::1") else local_rank + 1
     command, elastic = "SHARDWISE_COMMAND" in e, "TORCHELASTIC_RUN_ID" in e
     launcher = "shardwise" if command else "torchrun" if elastic else "RANK and WORLD_SIZE in the environment"
     port, rank = e.number("MASTER_PORT", otherwise=29500), e.number("RANK", otherwise=0)
-    # Ranks of a command or of torchrun have its environment; others may each have been shown a GPU of their own.
+    # Ranks of our command or of torchrun all inherit its environment; other launchers may give each rank its own GPU.
     own = not command and not elastic and _shown_gpus(e)
     return RankEnvironment(rank, world, local_rank, address, port, here, "SHARDWISE_AGENT" in e, launcher, own)
 
 
 def _mpi(e: _Variables) -> RankEnvironment:
-    """OpenMPI, or one that starts processes with Hydra (MPICH, Intel MPI). They bind no GPUs, but scripts that they start do."""
+    """OpenMPI, or an MPI that starts processes with Hydra (MPICH, Intel MPI). They bind no GPUs, but scripts they start may."""
     world = e.number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", otherwise=1)
     here = e.number("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", otherwise=world)
     address = e.text("MASTER_ADDR") or ("127.0.0.1" if here >= world else "")
@@ -126,13 +126,13 @@ def _mpi(e: _Variables) -> RankEnvironment:
 
 
 def _slurm(e: _Variables) -> RankEnvironment | None:
-    """A task of `srun`. The script of `sbatch` has most of these variables as well, for a step of its own."""
+    """A task of `srun`. The script of `sbatch` has most of these variables too, but is not a rank."""
     in_step = any(name in e for name in ("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"))
     world = e.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", otherwise=1)
     if world == 1 or (not in_step and e.text("ENVIRONMENT") == "BATCH"):
         return None
     here = _tasks_here(e)
-    # Of the GPUs that Slurm gave the job on this machine, a task may see all or its own.
+    # Slurm allocated these GPUs to the job on this machine; a task may see all of them or only its own.
     given = e.number("SLURM_GPUS_ON_NODE", otherwise=0)
     own = "SLURM_GPUS_PER_TASK" in e or "gpu" in e.text("SLURM_TRES_PER_TASK") or given >= here
     return RankEnvironment(
@@ -149,7 +149,7 @@ def _slurm(e: _Variables) -> RankEnvironment | None:
 
 
 def _tasks_here(e: _Variables) -> int:
-    """The tasks that a step of Slurm has on this machine, from a list such as `2(x3),1`, one number for each machine."""
+    """The number of tasks of a Slurm step on this machine, from a list such as `2(x3),1` with one number for each machine."""
     node = e.number("SLURM_NODEID", otherwise=0)
     listed = e.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
@@ -162,8 +162,8 @@ def _tasks_here(e: _Variables) -> int:
 
 
 def _kubernetes(e: _Variables) -> RankEnvironment | None:
-    """A pod that is one rank: of an indexed Job or JobSet that sets WORLD_SIZE and MASTER_ADDR, or of a Kubeflow TrainJob whose
-    command is not torchrun. Pods share no GPUs."""
+    """A pod that is one rank: in an indexed Job or JobSet that sets WORLD_SIZE and MASTER_ADDR, or in a Kubeflow TrainJob whose
+    command is not torchrun. Pods do not share GPUs."""
     if "JOB_COMPLETION_INDEX" in e and "WORLD_SIZE" in e:
         rank, world, launcher = (
             e.number("JOB_COMPLETION_INDEX", otherwise=0),
@@ -200,7 +200,7 @@ def _shown_gpus(e: _Variables) -> bool:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a Slurm node list such as `gpu[003-007,9],login1`."""
+    """The first node name in a Slurm node list such as `gpu[003-007,9],login1`."""
     found = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
     if not found:
         raise UserError("Slurm gives no node list; set MASTER_ADDR to the name of the first node")
@@ -208,7 +208,7 @@ def first_host(nodes: str) -> str:
 
 
 def slurm_address(node: str) -> str:
-    """Where Slurm itself reaches one of its nodes, whose name the network need not know; the name where it does not say."""
+    """The address at which Slurm itself reaches a node, whose name the network may not resolve; the name if Slurm does not say."""
     try:
         said = subprocess.run(["scontrol", "show", "node", node], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -218,8 +218,8 @@ def slurm_address(node: str) -> str:
 
 
 def place(run: Run, environment: RankEnvironment, gpus: int, has_nccl: bool = True) -> Placement:
-    """The device and the backend of a rank that sees so many GPUs. GPUs whose collectives would go through the host, over gloo,
-    are refused unless `train.backend` asks for it: such a job runs, and is many times too slow."""
+    """The device and backend of a rank that sees `gpus` GPUs. GPU collectives over gloo, which go through the host, are refused
+    unless `train.backend` asks for them: such a job runs, but many times too slowly."""
     wanted, here, layout = run.train.backend, environment.local_world_size, run.layout
     if not gpus:
         if wanted == "nccl":

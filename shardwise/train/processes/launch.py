@@ -1,10 +1,10 @@
-"""Launches the ranks of a run: joins those that torchrun, Slurm or Kubernetes started, or starts them on this machine, or on
-several that meet at `cluster.rendezvous`.
+"""Launches the ranks of a run: joins the ranks that torchrun, Slurm or Kubernetes started, or starts them on this machine, or on
+several machines that meet at `cluster.rendezvous`.
 
-Ranks started here have an agent (`faults/agent.py`): the first rank that fails takes the others down within seconds, the user
-reads one message that names it, and all are started again. Where there are other ranks than the layout was made for, and
-`train.elastic` allows it, the planner finds the best layout for them. Model and global batch stay, so the run goes on with the
-same losses, to rounding; and every machine and rank finds the same layout by itself, since the search is deterministic.
+Ranks started here have an agent (`faults/agent.py`): when a rank fails, the others are stopped within seconds, the user reads one
+message that names the rank, and all are started again. If the number of ranks differs from the layout's, and `train.elastic` allows
+it, the planner finds the best layout for them. Model and global batch stay the same, so the run continues with the same losses up
+to rounding. Every machine and rank finds the same layout by itself, since the search is deterministic.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from shardwise.train.faults.ranks import GRACE, MISTAKE, Ranks, environment_of, 
 from shardwise.train.processes.environment import Placement, RankEnvironment, place, slurm_address
 
 ANSWER = 3
-"""Exit code of a rank that succeeded, and whose answer is no."""
+"""Exit code of a rank that succeeded with the answer no."""
 _ANSWERS = "SHARDWISE_ANSWERS"
 JOIN_SECONDS = 600.0
-"""How long a machine waits for the others of a run."""
+"""Seconds that a machine waits for the other machines of a run."""
 
 
 def check_here(run: Run, environment: RankEnvironment | None) -> None:
-    """Refuse a run that needs other ranks than were started, or a GPU where there is none."""
+    """Refuse a run that needs a different number of ranks than were started, or a GPU when there is none."""
     on_cpu = replace(run, train=replace(run.train, device="cpu"))
     broken = list(broken_rules(on_cpu)) if run.train.device == "auto" else []
     if broken:
@@ -51,7 +51,7 @@ def check_here(run: Run, environment: RankEnvironment | None) -> None:
 
 
 def check_world(run: Run, environment: RankEnvironment | None) -> None:
-    """Refuse a run that needs other ranks than were started."""
+    """Refuse a run that needs a different number of ranks than were started."""
     needed = run.layout.world
     if run.layout.sync_elastic:
         needed //= run.layout.replicate
@@ -80,7 +80,7 @@ def check_world(run: Run, environment: RankEnvironment | None) -> None:
 
 
 def check_gpus(run: Run) -> None:
-    """Refuse to train a run of several ranks that was planned for GPUs where there are none: it would train on CPUs, unnoticed."""
+    """Refuse to train a multi-rank run that was planned for GPUs on a machine without any: it would train on CPUs, unnoticed."""
     import torch
 
     if run.layout.world > 1 and planned_on_gpu(run) and run.train.device == "auto" and not torch.cuda.device_count():
@@ -106,14 +106,14 @@ def join(environment: RankEnvironment, run: Run) -> Placement:
         init_method=f"tcp://{reachable(environment)}:{environment.port}",
         rank=environment.rank,
         world_size=environment.world_size,
-        # Longer than the agent waits, so that a hang is explained before it is an error of the transport.
+        # Longer than the agent waits, so that the agent explains a hang before the transport times out.
         timeout=timedelta(seconds=max(600.0, 2 * run.train.hang_seconds)),
     )
     return placement
 
 
 def describe_placement(environment: RankEnvironment, placement: Placement) -> str:
-    """Backend and devices in a line."""
+    """Backend and devices in one line."""
     import torch
 
     gpu = torch.cuda.get_device_name(torch.device(placement.device)) if placement.device != "cpu" else ""
@@ -121,7 +121,7 @@ def describe_placement(environment: RankEnvironment, placement: Placement) -> st
 
 
 def reachable(environment: RankEnvironment) -> str:
-    """The address where ranks meet. Slurm's name of a machine need not be one that the network knows."""
+    """The address where ranks meet. The network may not be able to resolve Slurm's name of a machine."""
     if environment.launcher == "srun":
         try:
             socket.getaddrinfo(environment.address, environment.port)
@@ -139,9 +139,9 @@ def leave() -> None:
 
 
 def start_local(arguments: Sequence[str], world: int, logs: Path, passed_on: Sequence[signal.Signals] = ()) -> int:
-    """Run `shardwise ARGUMENTS` once as `world` ranks on this machine; returns the exit code: 0 when all succeeded, ANSWER when
-    the first one's answer is no, 2 for a user's mistake, 1 for a failure. The first failure ends it: for short verbs, and for those
-    that end when the first rank does, to which signals that ask for it are `passed_on`."""
+    """Run `shardwise ARGUMENTS` once as `world` ranks on this machine. Returns the exit code: 0 if all succeeded, ANSWER if the
+    first rank's answer is no, 2 for a user's mistake, 1 for a failure. The first failure ends all ranks, without a restart: this is
+    for short verbs, and for verbs that end with their first rank, to which the signals in `passed_on` are forwarded."""
     ranks = Ranks(logs)
     told = 0
 
@@ -165,7 +165,7 @@ def start_local(arguments: Sequence[str], world: int, logs: Path, passed_on: Seq
         ranks.end(GRACE)
         if failed[1] == ANSWER:
             return ANSWER
-        if told and failed == (0, -told):  # before it was able to end well
+        if told and failed == (0, -told):  # the signal killed it before it could handle it
             return 128 + told
         message = ranks.failure(*failed)
         if failed[1] != MISTAKE:
@@ -177,13 +177,13 @@ def start_local(arguments: Sequence[str], world: int, logs: Path, passed_on: Seq
 
 
 def answer(yes: bool) -> int:
-    """The exit code of a verb that answers yes or no; a rank's differs between a no and a failure."""
+    """The exit code of a verb that answers yes or no; a rank returns a different code for a no than for a failure."""
     return 0 if yes else ANSWER if _ANSWERS in os.environ else 1
 
 
 def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
-    """Run `shardwise ARGUMENTS` as this machine's share of the ranks that the layout needs; returns the exit code: 0 when all
-    succeeded, 75 when told to stop, 2 for a user's mistake, 1 when it was given up."""
+    """Run `shardwise ARGUMENTS` as this machine's share of the ranks that the layout needs. Returns the exit code: 0 if all
+    succeeded, 75 if asked to stop, 2 for a user's mistake, 1 if the run was given up."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from shardwise.checkpoint.folder import complete, step_of
@@ -217,11 +217,11 @@ def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _rendezvous(run: Run) -> Iterator[Any]:
-    """The rendezvous of the machines of a run, also of one; its errors become sentences."""
+    """The rendezvous handler for the machines of a run, even if there is only one; its errors become readable messages."""
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, registry
 
-    # The ranks have a store of their own. The one PyTorch would share is announced at the first rendezvous only, so that a
-    # machine which comes later waits for it forever.
+    # The ranks have their own store. PyTorch would announce its shared one at the first rendezvous only, so that a
+    # machine which joins later would wait for it forever.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     nodes = run.cluster.nodes
@@ -250,8 +250,8 @@ def _rendezvous(run: Run) -> Iterator[Any]:
 
 
 def ranks_here(run: Run) -> int:
-    """How many ranks this machine starts: its share of the layout, or as many as it has GPUs where it has fewer and the layout
-    may change."""
+    """How many ranks this machine starts: its share of the layout, or its number of GPUs if that is smaller and the layout may
+    change."""
     import torch
 
     wanted = run.cluster.devices_per_node
@@ -260,7 +260,7 @@ def ranks_here(run: Run) -> int:
 
 
 def chip_here(run: Run) -> str:
-    """The catalogue's name of this machine's chip, empty when it is not in the catalogue."""
+    """The catalogue's name for this machine's chip; empty if it is not in the catalogue."""
     import torch
 
     if run.train.device == "cpu" or not torch.cuda.is_available():
@@ -270,7 +270,8 @@ def chip_here(run: Run) -> str:
 
 
 def fit_layout(run: Run, world: int, nodes: int, chip: str) -> Run:
-    """The run on `world` ranks of `nodes` machines: as it is where that fits, replanned where `train.elastic` allows it."""
+    """The run on `world` ranks of `nodes` machines: unchanged if that is the layout's size, else replanned if `train.elastic`
+    allows it."""
     if world == run.layout.world:
         return run
     if not run.train.elastic:
@@ -286,8 +287,8 @@ def fit_layout(run: Run, world: int, nodes: int, chip: str) -> Run:
 
 
 def resolve_layout(run: Run, overrides: list[str]) -> Run:
-    """The run with its layout searched for where it is `auto`; the layout found is printed, and added to the overrides that ranks
-    are started with."""
+    """The run, with its layout searched for if it is `auto`. The layout found is printed, and added to the overrides that ranks are
+    started with."""
     if not run.layout.auto:
         return run
     from shardwise.plan.search import resolve
@@ -299,8 +300,8 @@ def resolve_layout(run: Run, overrides: list[str]) -> Run:
 
 
 def layout_overrides(run: Run) -> list[str]:
-    """A layout that was searched for, as overrides, so that every rank trains with the same one. All its keys, since the run's
-    file may set those that have their default value here."""
+    """A layout found by search, as overrides, so that every rank trains with the same one. It lists all keys, since the run's file
+    may set keys that have their default value here."""
     values = to_dict(run)
     keys = {f"layout.{k}": v for k, v in values["layout"].items() if k != "fixed"} | {"layout.auto": False}
     keys |= {"train.microbatch": run.train.microbatch}
@@ -309,7 +310,7 @@ def layout_overrides(run: Run) -> list[str]:
 
 
 def describe_layout(run: Run) -> str:
-    """A layout for people: all keys without their default value, and the microbatch."""
+    """A layout for display: all keys that differ from their default, and the microbatch."""
     defaults = LayoutConfig()
     chosen = {k: getattr(run.layout, k) for k in to_dict(run)["layout"] if k not in ("auto", "fixed")}
     words = [f"{k} {v}" for k, v in chosen.items() if v != getattr(defaults, k)]

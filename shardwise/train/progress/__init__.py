@@ -1,1 +1,1 @@
-"""What a run says of itself: results of steps, metrics, speed, samples of text, the lines on a terminal."""
+"""What a run reports about itself: step results, metrics, speed, text samples, and the lines on a terminal."""

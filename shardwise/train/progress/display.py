@@ -16,7 +16,7 @@ LINE_SECONDS = 5.0
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Values over time, newest at the right, each column the mean of its share."""
+    """A text chart of values over time, newest at the right; each column is the mean of its share of the values."""
     finite = [v for v in values if v == v and abs(v) != float("inf")]
     if not finite:
         return ""
@@ -29,7 +29,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 @dataclass
 class Progress:
-    """What is displayed about one step."""
+    """The values displayed for one step."""
 
     step: int
     steps: int
@@ -41,12 +41,12 @@ class Progress:
     memory: int
     seconds_left: float
     reward: float | None = None
-    """What the answers of the step were worth, where it learns from answers."""
+    """The mean reward of the step's answers, if the run learns from its own answers."""
     measured: dict[str, float] = field(default_factory=dict)
-    """What the objective measures."""
+    """The objective's metrics."""
 
     def parts(self) -> dict[str, str]:
-        """Label to text, in the order they are shown."""
+        """Label to text, in display order."""
         worth = {} if self.reward is None else {"reward": f"{self.reward:.3f}"}
         return {
             "step": f"{self.step:>{len(str(self.steps))}}/{self.steps}",
@@ -80,17 +80,17 @@ class PlainDisplay:
         pass
 
     def log(self, text: str) -> None:
-        """Print a sentence. If the output is closed or its disk is full, the run goes on in silence."""
+        """Print a line. If the output is closed or its disk is full, the run continues without output."""
         if self.quiet:
             return
         try:
             print(text, flush=True)
         except OSError:
             self.quiet = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # also for what is flushed at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # also for the flush at exit
 
     def show(self, progress: Progress) -> None:
-        """The state after a step."""
+        """Show the state after a step."""
         now = time.monotonic()
         if now - self.last >= LINE_SECONDS or progress.step == progress.steps:
             self.last = now

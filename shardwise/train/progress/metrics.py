@@ -1,11 +1,11 @@
-"""A run's metrics: `metrics.jsonl` always, TensorBoard and Weights & Biases when the run asks.
+"""A run's metrics: `metrics.jsonl` always, TensorBoard and Weights & Biases if the run asks for them.
 
-One JSON object a step and one an evaluation; docs/checkpoints.md lists their keys. A resumed run truncates the file to the step
-it resumes from, so that every step is there once; it does so in place, so that a crash meanwhile loses nothing.
+There is one JSON object per step and one per evaluation; docs/checkpoints.md lists their keys. A resumed run truncates the file to
+the step it resumes from, so that it has every step once. It truncates in place, so that a crash meanwhile loses nothing.
 
-Files of records, which are metrics and events, are only appended to. A line is one write, so lines of two writers do not mix, and
-a crash or a damaged disk costs the records it hit and no others. A record that cannot be written, on a full disk say, is left out:
-it must not end the run.
+Record files (metrics and events) are only appended to. A line is one write, so lines of two writers do not mix, and a crash or a
+damaged disk loses only the records it hit. A record that cannot be written, for instance on a full disk, is left out: it must not
+end the run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def append_record(path: Path, record: dict[str, Any]) -> OSError | None:
 
 
 def parse_record(line: bytes) -> dict[str, Any]:
-    """The record of a line; empty where there is none."""
+    """The record in a line; empty if there is none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -53,7 +53,7 @@ def parse_record(line: bytes) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The lines of a file; the last is what follows the last newline."""
+    """The lines of a file; the last one is the text after the last newline."""
     return path.read_bytes().split(b"\n") if path.exists() else []
 
 
@@ -68,7 +68,7 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 
 class Metrics:
-    """Writes records, each at once, so that a crash loses none."""
+    """Writes every record immediately, so that a crash loses none."""
 
     def __init__(self, folder: Path, run: Run, log: Callable[[str], None], resumed_step: int = 0) -> None:
         dropped = [r["seconds"] for r in read_metrics(folder) if r["step"] > resumed_step and "seconds" in r]
@@ -86,7 +86,7 @@ class Metrics:
             self.wandb = _open_wandb(folder, run, self._wandb_id(folder)) if run.train.wandb else None
 
     def record(self, **values: Any) -> None:
-        """Append one record. JSON has no NaN, so a number that is not finite is written as text."""
+        """Append one record. JSON has no NaN, so a non-finite number is written as text."""
         clean = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         problem = append_record(self.path, clean)
         if problem is not None and self.writable:
@@ -98,13 +98,13 @@ class Metrics:
             with self._tolerated("TensorBoard's file"):
                 for key, value in numbers.items():
                     board.add_scalar(key, value, values["step"])
-                self.board = board  # else it would fail at every step
+                self.board = board  # after a failure it stays None: else it would fail at every step
         if self.wandb is not None:
             self.wandb.log(numbers, step=values["step"])
 
     def _wandb_id(self, folder: Path) -> str:
-        """What Weights & Biases knows the run of this folder by. Two folders may have a run of the same name; one folder has one
-        run, however often it is started."""
+        """The Weights & Biases id of this folder's run. Two folders may have a run of the same name; one folder has one run,
+        however often it is started."""
         path = folder / WANDB_ID
         known = path.read_text(errors="replace").strip() if path.exists() else ""
         identity = known or secrets.token_hex(8)
@@ -115,7 +115,7 @@ class Metrics:
 
     @contextmanager
     def _tolerated(self, what: object) -> Iterator[None]:
-        """A disk that cannot be written costs records, not the run."""
+        """Turn an I/O error into a warning: a disk that cannot be written loses records, but must not end the run."""
         try:
             yield
         except OSError as e:
@@ -131,7 +131,7 @@ class Metrics:
 
 
 def _length_up_to(path: Path, step: int) -> int:
-    """Bytes of the file's leading complete lines up to a step; damaged ones among them stay as they are."""
+    """The length in bytes of the file's leading complete lines up to a step; damaged lines among them are kept."""
     length = 0
     for line in read_lines(path)[:-1]:
         if _parse(line).get("step", 0) > step:
@@ -145,7 +145,7 @@ def _open_tensorboard(folder: Path, resumed_step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise UserError(f"train.tensorboard needs TensorBoard: {install('tensorboard')}") from None
-    # Events past the step that is resumed from would otherwise be shown twice.
+    # Events after the resumed step would otherwise be shown twice.
     return SummaryWriter(folder / "tensorboard", purge_step=resumed_step + 1)
 
 

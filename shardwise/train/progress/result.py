@@ -1,4 +1,4 @@
-"""What a step gives back: loss, gradient norm and the like, read when they are there."""
+"""The result of a step: loss, gradient norm and the like, read once they have arrived on the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 @dataclass
 class StepResult:
     """The result of a step. On a GPU it is copied to the host asynchronously as soon as it is computed: reading it later does not
-    wait for the steps that were launched meanwhile."""
+    wait for steps launched in the meantime."""
 
     step: int
     loss: Tensor
@@ -21,11 +21,11 @@ class StepResult:
     usable: bool = True
     """False when float16 gradients overflowed: nothing was updated."""
     rescaled: bool = False
-    """True when they did and the loss scale could be lowered, which may fix the next step."""
+    """True when float16 gradients overflowed and the loss scale could be lowered, which may fix the next step."""
     accepted: bool = True
-    """False when the step was refused, and changed nothing but its own number."""
+    """False when the guard rejected the step: only the step count changed."""
     measured: Tensor | None = None
-    """What the objective measured."""
+    """The objective's metrics."""
 
     def __post_init__(self) -> None:
         self._values = torch.stack((self.loss, self.grad_norm, self.stop))
@@ -39,12 +39,12 @@ class StepResult:
             self._arrived.record()
 
     def read(self) -> tuple[float, float, bool]:
-        """Loss, gradient norm, and whether any rank was told to stop; the host waits until the step is done."""
+        """Loss, gradient norm, and whether any rank was asked to stop; the host waits until the step is done."""
         loss, norm, stop = self._read()[:3]
         return loss, norm, stop > 0
 
     def read_measured(self) -> list[float]:
-        """What the objective measured, in the order of its metrics."""
+        """The values of the objective's metrics, in their order."""
         return self._read()[3:]
 
     def _read(self) -> list[float]:

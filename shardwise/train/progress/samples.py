@@ -1,7 +1,7 @@
-"""Samples of text at an evaluation: the first tokens of some validation sequences, continued by the network as it is.
+"""Text samples at an evaluation: the current network continues the first tokens of some validation sequences.
 
-A token costs a forward pass over a microbatch, of the shape that training has: nothing is compiled anew and no memory is needed
-beyond that of a training step. All ranks take part, because shards and experts are spread over them, and do the same.
+Each token costs a forward pass over a microbatch with training's shape: nothing is recompiled, and it needs no more memory than a
+training step. All ranks take part and do the same, because shards and experts are spread over them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shardwise.run.rules.samples import prompt_tokens
 from shardwise.train.step import TrainState
 
 _DRAWS = 6
-"""Keeps this use of the seed apart from others."""
+"""Separates this use of the seed from others."""
 
 
 def sample_texts(state: TrainState, validation: Samples, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """`train.samples` texts as `prompt` and `text`, drawn at temperature 1; what is drawn follows from the seed and the step."""
+    """`train.samples` texts as `prompt` and `text`, sampled at temperature 1; the seed and the step determine the samples."""
     train, length = state.run.train, prompt_tokens(state.run)
     count = min(train.samples, validation.count)
-    chosen = np.arange(count) * validation.count // count  # the same each time, so that one sees them grow
+    chosen = np.arange(count) * validation.count // count  # the same prompts each time, to show the progress
     found: list[dict[str, Any]] = []
     for first in range(0, count, train.microbatch):
         own = chosen[first : first + train.microbatch]
@@ -41,8 +41,8 @@ def sample_texts(state: TrainState, validation: Samples, tokenizer: Tokenizer) -
 
 @torch.no_grad()
 def continued(state: TrainState, prompts: Tensor, tokens: int, place: int) -> Tensor:
-    """Rows that begin with these prompts, each with so many tokens more. Each draws by itself, from its place on, so that other
-    microbatches draw the same."""
+    """The prompts, each continued by `tokens` sampled tokens. Each row has its own random generator, keyed by its index (`place` is
+    the first row's), so that the microbatch size does not change the samples."""
     run = state.run
     state.refresh()
     (model,) = state.parallel.models

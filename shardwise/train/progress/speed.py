@@ -1,10 +1,10 @@
-"""Speed and memory: the peak that MFU is measured against, the memory in use, and stragglers, which are ranks whose own work
-takes longer than that of the others, so that all wait for them.
+"""Speed and memory: the peak FLOP/s for MFU, the memory in use, and stragglers, which are ranks whose own work takes longer than
+that of the others, so that all wait for them.
 
-All ranks take equally long for a step, since they wait for each other; what differs is the time they do not wait. On a CPU that is
-the time the training thread ran or was ready to run, which Linux accounts for: a slow core and a core shared with others both
-show. On a GPU, kernels that compute and kernels that wait for other ranks look alike without a profiler, so every rank times the
-same GEMM between two steps: a throttled or shared GPU shows, a slow host does not.
+All ranks take equally long for a step, since they wait for each other; they differ in the time they do not wait. On a CPU that is
+the time the training thread ran or was ready to run, as Linux accounts it: it shows both a slow core and a core shared with others.
+On a GPU, kernels that compute and kernels that wait for other ranks look the same without a profiler, so every rank times the same
+GEMM between two steps: this shows a throttled or shared GPU, but not a slow host.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 from shardwise.hardware.chips import chip_of_driver_name
 
 STRAGGLER = 1.2
-"""A rank that takes this many times the median is reported."""
+"""A rank whose time is at least this multiple of the median is reported."""
 PROBE_SIZE = 4096
 LONGEST_MEASUREMENT = 0.2
-"""Seconds of GEMMs after which no further one begins."""
+"""Seconds of GEMMs after which no further GEMM starts."""
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """FLOP/s to measure a run against, and where that number is from: the maker's figure for a known GPU, otherwise the
+    """The peak FLOP/s to measure a run against, and the source of that number: the vendor's figure for a known GPU, otherwise the
     best of a few GEMMs timed here."""
     name = str(dtype).removeprefix("torch.")
     if device.type == "cuda":
@@ -39,7 +39,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
             return chip.peak[name], f"{chip.name}'s {name} peak of {chip.peak[name] / 1e12:,.0f} TFLOP/s"
     best = 0.0
     for size in (8192,) if device.type == "cuda" else (256, 1024):
-        # Its own generator: a run's must not depend on how often it was started.
+        # Its own generator: the run's random state must not depend on how often the run was started.
         a = torch.randn(size, size, device=device, generator=torch.Generator(device)).to(dtype)
         times = _gemm_seconds(a)
         best = max(best, 2 * size**3 / min(times))
@@ -67,7 +67,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes so far: of the GPU's allocator, or of this process on a CPU."""
+    """Peak bytes so far, of the GPU's allocator; on a CPU, of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -79,13 +79,13 @@ def busy_seconds() -> float:
     try:
         ran, ready, _ = Path("/proc/thread-self/schedstat").read_text().split()
         return (int(ran) + int(ready)) / 1e9
-    except (OSError, ValueError):  # not Linux: how long it was ready is unknown
+    except (OSError, ValueError):  # not Linux: its time in the run queue is unknown
         return time.thread_time()
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The ranks' own seconds: for one step on a CPU, for the probe on a GPU."""
+    """Each rank's own seconds: per step on a CPU, for the probe GEMM on a GPU."""
 
     seconds: list[float]
 
@@ -96,18 +96,18 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Its time over the median rank's."""
+        """The slowest rank's time divided by the median."""
         return max(self.seconds) / max(median(self.seconds), 1e-9)
 
     def sentence(self) -> str | None:
-        """Names the slowest rank if it is a straggler."""
+        """A sentence that names the slowest rank, if it is a straggler."""
         if self.ratio < STRAGGLER:
             return None
         return f"rank {self.slowest} computes {self.ratio:.2f} times as long as the median rank"
 
 
 class Stragglers:
-    """Compares the ranks every so many steps."""
+    """Compares the ranks' speed every `every` steps."""
 
     def __init__(self, every: int, device: torch.device, dtype: torch.dtype, world: int, rank: int) -> None:
         self.every = every if world > 1 else 0
@@ -120,7 +120,7 @@ class Stragglers:
         return bool(self.every) and step % self.every == 0
 
     def compare(self, step: int) -> Comparison | None:
-        """The comparison of the steps since the last one, when it is time for it. Every rank must call it after every step."""
+        """Compare the ranks over the steps since the last comparison, if one is due. Every rank must call this after every step."""
         if not self.due(step):
             return None
         if self.device.type == "cuda":
@@ -137,7 +137,7 @@ class Stragglers:
         return self.comparisons[-1]
 
     def summary(self) -> str | None:
-        """The rank that was slowest over all comparisons, where one was."""
+        """A sentence about the rank that was slowest over all comparisons, if there was a straggler."""
         if not self.comparisons:
             return None
         columns = zip(*(c.seconds for c in self.comparisons), strict=True)

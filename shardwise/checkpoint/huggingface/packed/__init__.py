@@ -1,1 +1,1 @@
-"""Hugging Face folders whose weights have 8 or 4 bits: what their configs say, and their matrices as ours and back."""
+"""Hugging Face folders with 8-bit or 4-bit weights: reads their configs, and converts their matrices to ours and back."""

@@ -1,9 +1,9 @@
-"""Matrices of a folder as ours: integers are unpacked from the order of the format and packed in that of our kernels; no weight is
-rounded again.
+"""Converts packed matrices of a folder to ours: integers are unpacked from the order of the format and packed in that of our
+kernels; no weight is rounded again.
 
-All pack eight weights to an int32. compressed-tensors takes neighbours of a row [out, in/8] and adds 8 to make them positive; GPTQ
-takes neighbours of a column [in/8, out]; AutoAWQ neighbours of a row of the transposed matrix [in, out/8], first the even and then
-the odd ones, as its kernels unpack them.
+All formats pack eight 4-bit weights into an int32. compressed-tensors packs neighbours of a row [out, in/8] and adds 8 to make
+them positive; GPTQ packs neighbours of a column [in/8, out]; AutoAWQ packs neighbours of a row of the transposed matrix [in,
+out/8], first the even and then the odd ones, as its kernels unpack them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from shardwise.run import Problem, UserError
 from shardwise.run.weights import GROUPS
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which of the eight of a word each of eight neighbours is."""
+"""The position within an int32 of each of eight neighbours."""
 PARTS = (
     "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "input_scale", "input_zero_point",
     "output_scale", "qweight", "qzeros", "scales", "g_idx",
 )  # fmt: skip
-"""Tensors that belong to a packed matrix, beside its `weight`."""
+"""Tensors that belong to a packed matrix, besides its `weight`."""
 
 
 def unpacked(words: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8)), bits: int = 4) -> Tensor:
-    """The integers of words along one dimension, as uint8."""
+    """Unpack the integers of int32 words along one dimension, as uint8."""
     if bits == 8:
         return (
             torch.stack([(words >> 8 * n) & 255 for n in range(4)], dim=dim + 1).flatten(dim, dim + 1).to(torch.uint8)
@@ -37,7 +37,7 @@ def unpacked(words: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8)), 
 
 
 class PackedReader:
-    """The matrices of a folder by the name of their module."""
+    """Reads the packed matrices of a folder by the name of their module."""
 
     def __init__(self, reader: Reader, packing: Packing) -> None:
         self.reader, self.packing = reader, packing
@@ -47,7 +47,7 @@ class PackedReader:
         return any(f"{module}.{part}" in self.reader for part in ("weight_packed", "weight_scale", "qweight"))
 
     def get(self, module: str, dtype: torch.dtype) -> QuantizedMatrix:
-        """A module's matrix, for arithmetic in `dtype`."""
+        """A module's matrix; `dtype` is the compute dtype."""
         scheme = self.packing.of(module)
         made = {"compressed-tensors": self._compressed, "awq": self._awq, "gptq": self._gptq}[self.packing.method]
         try:
@@ -104,7 +104,7 @@ class PackedReader:
         scheme: Scheme,
         dtype: torch.dtype,
     ) -> QuantizedMatrix:
-        """A matrix of integers 0 to 15, in groups of a size that our kernels have. `index` is the group of each column, where
+        """A matrix of integers 0 to 15, in groups of a size that our kernels support. `index` is the group of each column, if
         groups are not made of neighbours."""
         columns, groups = integers.shape[1], scale.shape[1]
         order = None

@@ -1,4 +1,4 @@
-"""Our packed matrices as compressed-tensors stores them, and the `quantization_config` that says so, for vLLM and transformers."""
+"""Converts our packed matrices to the compressed-tensors format, with its `quantization_config`, for vLLM and transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMATS = {"int4": "pack-quantized", "int8": "int-quantized", "fp8": "float-quan
 
 
 def _packed(integers: Tensor, dim: int) -> Tensor:
-    """Integers 0 to 15, eight neighbours along a dimension to an int32."""
+    """Pack integers 0 to 15, eight neighbours along a dimension into an int32."""
     moved = integers.movedim(dim, -1).int()
     moved = F.pad(moved, (0, -moved.shape[-1] % 8)).unflatten(-1, (-1, 8))
     words = moved[..., 0].clone()
@@ -25,7 +25,7 @@ def _packed(integers: Tensor, dim: int) -> Tensor:
 
 
 def parts_of(matrix: QuantizedMatrix) -> dict[str, Tensor]:
-    """The tensors of a matrix [out, in], by what follows the name of its module."""
+    """The tensors of a matrix [out, in], by their suffix after the name of its module."""
     matrix = matrix.moved("cpu")
     if matrix.form.kind != "int4":
         return {"weight": matrix.packed, "weight_scale": matrix.scale}
@@ -40,7 +40,7 @@ def parts_of(matrix: QuantizedMatrix) -> dict[str, Tensor]:
 
 
 def quantization_config(form: WeightFormat, group: int, whole: list[str]) -> dict[str, Any]:
-    """What `config.json` says of matrices in a format, in groups of this size, except for the modules that stay whole."""
+    """The entry of `config.json` for matrices in a format, in groups of this size; the modules in `whole` are not quantized."""
     kind = "float" if form.kind == "fp8" else "int"
     weights: dict[str, Any] = {
         "num_bits": 4 if form.kind == "int4" else 8,

@@ -31,14 +31,14 @@ CONFIG = "config.json"
 
 
 def packing_of(folder: Path) -> Packing | None:
-    """How the weights of a checkpoint's folder are packed; None where they are not."""
+    """How the weights of a checkpoint's folder are packed; None if they are not."""
     if not (folder / CONFIG).is_file():
         return None
     return read_packing(read_json(folder / CONFIG), str(folder / CONFIG))
 
 
 def _turned(link: Interleaved, rows: int, theirs: bool) -> Tensor:
-    """The rows of the other side, by number, in the order of this one."""
+    """For each row of one side (their side if `theirs`), the index of the same row on the other side."""
     numbers = torch.arange(rows)[:, None]
     pairs = (2, link.rotated // 2) if theirs else (link.rotated // 2, 2)
     return link.reordered(numbers, pairs)[:, 0]
@@ -51,7 +51,7 @@ def _module(name: str) -> str:
 def packed_state(
     folder: Path, packing: Packing, config: ModelConfig, dtype: torch.dtype | None, device: torch.device | str
 ) -> Iterator[tuple[str, Tensor]]:
-    """The network's tensors one after the other: packed matrices, and the others as they are, in `dtype` where one is given."""
+    """The network's tensors one after the other: packed matrices, and the others unchanged, in `dtype` if one is given."""
     reader = Reader(folder, find_weights(folder))
     packed = PackedReader(reader, packing)
     with torch.device("meta"):
@@ -93,7 +93,7 @@ def _our_matrices(link: Link, packed: PackedReader, dtype: torch.dtype) -> Itera
         yield link.ours[0], QuantizedMatrix.joined(made, stack=True)
         return
     matrix = packed.get(_module(link.theirs[0]), dtype)
-    if isinstance(link, Fused):  # as wide as all of them, and not transposed as whole weights are
+    if isinstance(link, Fused):  # all of them stacked, and not transposed as unpacked weights are
         rows = matrix.shape[0] // len(link.ours)
         for n, name in enumerate(link.ours):
             yield name, matrix.map_rows(lambda part, n=n: part[n * rows : (n + 1) * rows])
@@ -105,7 +105,7 @@ def _our_matrices(link: Link, packed: PackedReader, dtype: torch.dtype) -> Itera
 
 
 def check_names(reader: Reader, packed: PackedReader, config: ModelConfig, found: list[Link]) -> list[str]:
-    """Notes on tensors that are left out; raises when some are missing, or there are others."""
+    """Notes on tensors that are left out; raises if tensors are missing or unexpected."""
     expected: set[str] = set()
     missing = []
     for link in found:
@@ -141,7 +141,7 @@ def check_names(reader: Reader, packed: PackedReader, config: ModelConfig, found
 
 
 def copy_packed(source: Path, folder: Path) -> int:
-    """Copy a folder's weights and config as they are; bytes of the weights."""
+    """Copy a folder's weights and config unchanged; returns the bytes of the weights."""
     reader = Reader(source, find_weights(source))
     files = sorted({shard.file for shards in reader.shards.values() for shard in shards})
     index = source / "model.safetensors.index.json"
@@ -151,7 +151,7 @@ def copy_packed(source: Path, folder: Path) -> int:
 
 
 class _State:
-    """Tensors by name, read as a `Reader` is."""
+    """Tensors by name, with the methods of a `Reader` that links use."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -161,14 +161,14 @@ class _State:
         return self.tensors[name].detach().cpu()
 
     def row(self, name: str, index: int) -> Tensor:
-        """One slice of it."""
+        """One slice along the first dimension."""
         return self.tensors[name][index].detach().cpu()
 
 
 def packed_entries(
     model: Transformer, dtypes: dict[str, torch.dtype], form: WeightFormat
 ) -> tuple[list[Entry], dict[str, Any]]:
-    """What is written of a packed model, the tensors that stay whole in their `dtypes`; and its `quantization_config`."""
+    """The tensors to write for a packed model, unpacked ones in their `dtypes`, and its `quantization_config`."""
     state = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     source: Any = _State(state)

@@ -1,5 +1,5 @@
-"""What the `quantization_config` of a `config.json` says of a folder's matrices, in the forms of compressed-tensors, AutoAWQ and
-GPTQ (AutoGPTQ, GPTQModel). What is not known is refused, every such thing at once, by its name.
+"""Reads the `quantization_config` of a `config.json`, in the formats of compressed-tensors, AutoAWQ and GPTQ (AutoGPTQ,
+GPTQModel). Unknown settings are refused, all at once and by name.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Scheme:
     targets: tuple[str, ...] = ("Linear",)
     """Modules by name, `re:` and an expression, or "Linear" for all."""
     offset: int = 0
-    """gptq: what is added to zero points as they are stored."""
+    """gptq: the number to add to stored zero points."""
 
     def takes(self, module: str) -> bool:
-        """Whether it holds for a module."""
+        """Whether the scheme applies to a module."""
         return any(_matches(target, module) for target in self.targets)
 
 
@@ -38,7 +38,7 @@ class Packing:
     notes: list[str] = field(default_factory=list)
 
     def of(self, module: str) -> Scheme:
-        """The scheme of a module; the named ones before those for all."""
+        """The scheme of a module; schemes for named modules take precedence over those for all."""
         named = [each for each in self.schemes if each.takes(module) and "Linear" not in each.targets]
         found = named or [each for each in self.schemes if each.takes(module)]
         if not found:
@@ -53,7 +53,7 @@ def _matches(target: str, module: str) -> bool:
 
 
 def read_packing(values: dict[str, Any], where: str) -> Packing | None:
-    """The packing of a folder by its config; None where its weights are whole, or in blocks of fp8, which `quantized.py` reads."""
+    """The packing of a folder, from its config; None if its weights are unpacked, or in fp8 blocks, which `quantized.py` reads."""
     config = values.get("quantization_config")
     if not config:
         return None
@@ -103,7 +103,7 @@ def _gptq(config: dict[str, Any], refuse: Any) -> Scheme:
     kind = config.get("checkpoint_format", "gptq")
     if kind not in ("gptq", "gptq_v2"):
         refuse("checkpoint_format", f"is {kind}; gptq and gptq_v2 are read")
-    # The first form stores zero points less one, as the kernels it was made for added it again.
+    # The first version stores zero points minus one, because its kernels add one.
     return Scheme(WeightFormat("int4", _group_size(config, refuse), zeros=True), offset=0 if kind == "gptq_v2" else 1)
 
 

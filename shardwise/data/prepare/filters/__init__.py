@@ -1,5 +1,5 @@
-"""Published rules for what a document must be, each a function of one document with its source beside it.
+"""Published filter rules, each a function of one document that cites its source.
 
-A rule answers with the reason why a document goes, or "" when it stays. Thresholds are arguments, which a recipe may set; their
+A rule returns the reason for removing a document, or "" to keep it. Thresholds are arguments, which a recipe may set; their
 defaults are those of the publication.
 """

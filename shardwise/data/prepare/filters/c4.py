@@ -1,4 +1,4 @@
-"""Lines that are sentences, and pages that have some (Raffel et al. 2020, section 2.2, "C4")."""
+"""Keep lines that are sentences, and pages that have enough of them (Raffel et al. 2020, section 2.2, "C4")."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def c4_quality(
     braces: bool = True,
     policy: bool = True,
 ) -> str:
-    """Section 2.2 of Raffel et al. 2020 with what its published code does besides: citations are cut out, lines about cookies
-    and with a very long word go. Changes the text to the lines that stay. -1 switches off a limit, false a rule."""
+    """Section 2.2 of Raffel et al. 2020 with the additions of its published code: citations are cut out, and lines about cookies
+    or with a very long word are removed. Changes the text to the kept lines. -1 switches off a limit, false a rule."""
     sentences = 0
     kept = []
     for line in document.lines:

@@ -1,4 +1,4 @@
-"""What FineWeb adds (Penedo et al. 2024, section 3.6): lines that end like sentences, few short, few repeated, no lists."""
+"""FineWeb's own filters (Penedo et al. 2024, section 3.6): lines that end like sentences, few short, few repeated, no lists."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def fineweb_quality(
     repeated: float = 0.01,
     new_lines: float = 0.3,
 ) -> str:
-    """Penedo et al. 2024, section 3.6: shares of lines that end with punctuation, of short lines, of characters in repeated
-    lines, and of line ends to words."""
+    """Penedo et al. 2024, section 3.6: limits on the share of lines that end with punctuation, the share of short lines, the share
+    of characters in repeated lines, and the ratio of line ends to words."""
     lines = [line for line in document.text.split("\n") if line and not line.isspace()]
     if not lines:
         return "empty"

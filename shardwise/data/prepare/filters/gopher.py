@@ -1,4 +1,4 @@
-"""What a document of natural language looks like (Rae et al. 2021, "Gopher", section A1.1)."""
+"""Keeps documents that look like natural language (Rae et al. 2021, "Gopher", section A1.1)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gopher_quality(
     stop_words: int = 2,
     stop_list: Sequence[str] = STOP_WORDS,
 ) -> str:
-    """Section A1.1 of Rae et al. 2021; words of punctuation alone count as symbols, not as words, as in FineWeb's use of it."""
+    """Section A1.1 of Rae et al. 2021. Words of punctuation alone count as symbols, not as words, as in FineWeb."""
     words = document.ids
     real = document.vocabulary.real(words)
     count = int(real.sum())

@@ -1,7 +1,7 @@
 """How much of a document repeats: lines, paragraphs, and runs of words (Rae et al. 2021, "Gopher", table A1).
 
-Runs of words are compared by hashes that are made for all of a document at once. Where the sum of repetitions could exceed its
-limit, the exact count decides.
+Runs of words are compared by hashes that are computed for a whole document at once. Only where an upper bound of the repetitions
+exceeds the limit are they counted exactly.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def gopher_repetition(
 
 
 def repetitions(parts: Iterable[str]) -> tuple[int, int]:
-    """How many parts were there before, and their characters."""
+    """The number of parts that repeat an earlier one, and their characters."""
     seen: set[str] = set()
     count = characters = 0
     for part in parts:
@@ -69,7 +69,8 @@ def repetitions(parts: Iterable[str]) -> tuple[int, int]:
 
 
 def top_characters(document: Document, n: int) -> int:
-    """Characters in the most frequent run of n words, blanks between them counted; the first where several are as frequent."""
+    """Characters in all occurrences of the most frequent run of n words, blanks between them counted; the first run if several are
+    equally frequent."""
     ids = document.ids
     if len(ids) < n:
         return 0
@@ -87,8 +88,8 @@ _Spelled = tuple[Hashes, Hashes, np.ndarray]
 
 
 def _spelling(document: Document) -> _Spelled:
-    """Of all words written without blanks: the polynomial of the letters up to each word, the inverse powers that move a run
-    to the start, and where words start. So two runs compare equal when their letters do, however they are divided into
+    """For the words written without blanks: the polynomial hash of the letters before each word, the inverse powers that shift a
+    run to the start, and where words start. So two runs compare equal when their letters do, however they are divided into
     words."""
     ends = np.concatenate([[0], np.cumsum(document.lengths)])
     powers, inverses = _powers(int(ends[-1]) + 1)
@@ -101,7 +102,7 @@ _tables: list[Hashes] = [np.ones(1, np.uint64), np.ones(1, np.uint64)]
 
 
 def _powers(count: int) -> tuple[Hashes, Hashes]:
-    """Powers of the base and of its inverse; kept, since every document needs the same."""
+    """Powers of the base and of its inverse; cached, since every document needs the same."""
     if len(_tables[0]) < count:
         size = max(2**16, 2 * count)
         with np.errstate(over="ignore"):
@@ -113,8 +114,8 @@ def _powers(count: int) -> tuple[Hashes, Hashes]:
 
 
 def _more_than(spelled: _Spelled, n: int, limit: float, share: float, length: int) -> bool:
-    """Whether repeated runs of n words hold more characters than a share of the text. Runs are taken from left to right;
-    after a repeated one the next begins behind it."""
+    """Whether repeated runs of n words hold more characters than a share of the text. Runs are taken from left to right; after a
+    repeated run, the next one begins at its end."""
     prefix, inverses, ends = spelled
     if len(ends) <= n:
         return False
@@ -124,7 +125,7 @@ def _more_than(spelled: _Spelled, n: int, limit: float, share: float, length: in
     again = np.zeros(len(found), bool)
     again[order[1:]] = found[order[1:]] == found[order[:-1]]
     if sizes[again].sum() <= limit:
-        return False  # even all of them, overlapping ones too, are too few
+        return False  # even counting overlapping runs twice, too few
     seen: set[int] = set()
     values, at, characters = found.tolist(), 0, 0
     while at < len(values):

@@ -1,8 +1,9 @@
-"""Attention of some queries to some keys of a longer sequence, each query to the keys between two bounds: the start of its
-document or of its window, and itself. Output and log-sum-exp are float32, so that parts of a row can be merged.
+"""Attention of some queries to some keys of a longer sequence. Each query attends to the keys between two bounds: the start of its
+document or of its window, and its own position. Output and log-sum-exp are float32, so that partial results of a row can be
+merged.
 
-Tiles of keys that lie outside of the bounds of all queries of a tile are not computed (flash attention, Dao 2023). The backward
-pass takes the output and the log-sum-exp of whole rows.
+Tiles of keys outside the bounds of all queries of a tile are skipped (flash attention, Dao 2023). The backward pass takes the
+output and the log-sum-exp of whole rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LOG2E = 1.4426950408889634
 def _rows(  # type: ignore[no-untyped-def]
     X, at, stride, column, inside, WIDTH: tl.constexpr
 ):
-    """A tile of the rows `at`, zeros outside of the matrix."""
+    """A tile of the rows `at`, with zeros outside the matrix."""
     return tl.load(
         X + at[:, None] * stride + column[None, :], mask=inside[:, None] & (column[None, :] < WIDTH), other=0.0
     )
@@ -29,7 +30,7 @@ def _rows(  # type: ignore[no-untyped-def]
 def _scores(  # type: ignore[no-untyped-def]
     q, k, low, place, key_place, valid, scale
 ):
-    """Scaled scores in units of log 2, -inf outside of the bounds."""
+    """Scaled scores in units of log 2, -inf outside the bounds."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     seen = (key_place[None, :] >= low[:, None]) & (key_place[None, :] <= place[:, None]) & valid[None, :]
     return tl.where(seen, s, float("-inf"))
@@ -40,7 +41,7 @@ def _tiles(  # type: ignore[no-untyped-def]
     out, total, highest, q, K, V, k2, v2, d, dv, at, start, stop, keys, scale,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of keys from `start` to `stop`, with every key seen unless `MASKED`."""
+    """Process the tiles of keys from `start` to `stop`; all queries see every key unless `MASKED`."""
     for first in range(start, stop, N):
         n = first + tl.arange(0, N)
         if MASKED:
@@ -74,7 +75,7 @@ def _whole_forward(  # type: ignore[no-untyped-def]
     """All keys, or those up to each query; heads are a power of two wide, so only the last tiles need masks."""
     head = tl.program_id(1) % HEADS
     row = (tl.program_id(1) // HEADS).to(tl.int64)
-    # The longest first: they would end last.
+    # The longest tiles first: they would end last.
     tile = tl.num_programs(0) - 1 - tl.program_id(0) if CAUSAL else tl.program_id(0)
     at = tile * M + tl.arange(0, M)
     d, dv = tl.arange(0, D), tl.arange(0, DV)
@@ -233,15 +234,16 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, backward: bool) -> tuple[dict[str, i
 
 
 def _by_element(*tensors: Tensor) -> list[Tensor]:
-    """Tensors whose last dimension lies without gaps, as the kernels want it."""
+    """Tensors whose last dimension is contiguous, as the kernels need it."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def bounded_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, low: Tensor, place: Tensor, key_place: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Queries [batch, heads, queries, width] to keys and values of as many or fewer heads. Query i lies at `place[i]` and attends
-    to the keys j with `low[batch, i] <= key_place[j] <= place[i]`; places of keys grow. Returns output and log-sum-exp."""
+    """Queries [batch, heads, queries, width] to keys and values with the same number of heads or fewer. Query i has position
+    `place[i]` and attends to the keys j with `low[batch, i] <= key_place[j] <= place[i]`; the positions of keys increase. Returns
+    output and log-sum-exp."""
     q, k, v = _by_element(q, k, v)
     batch, heads, queries, _ = q.shape
     out = torch.empty(batch, heads, queries, v.shape[-1], dtype=torch.float32, device=q.device)
@@ -283,8 +285,8 @@ def bounded_attention_backward(
 
 
 def whole_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """The same where every query sees every key, or where as many queries as keys see those up to themselves. PyTorch's kernels
-    round their outputs to 16 bits, which merging would do once more for every block."""
+    """The same where every query sees every key or, if `causal`, where there are as many queries as keys and each sees those up to
+    itself. PyTorch's kernels round their outputs to 16 bits, so merging would round once more for every block."""
     q, k, v = _by_element(q, k, v)
     (batch, heads, queries, width), v_width, keys = q.shape, v.shape[-1], k.shape[2]
     if any(n < 16 or n & (n - 1) for n in (width, v_width)):

@@ -1,9 +1,9 @@
-"""Attention of one new token of each of many sequences to the pages of their keys and values, as one kernel: queries and the new
-key are normed where the model does so and rotated, the new key and value written to their page, and all tokens attended to.
+"""Attention of one new token of each of many sequences to the pages of their keys and values, as one kernel. It norms queries and
+the new key where the model does so, rotates them, writes the new key and value to their page, and attends to all tokens.
 
-What limits it is reading the pages once. So the heads of a group, which share keys, are one program, padded to the 16 rows that
-tensor cores take; and a sequence's keys are split over several programs where there are few sequences (flash decoding, Dao et al.
-2023). Each leaves its part with its maximum and sum; whichever is done last merges them, so no second kernel is launched.
+The limit is reading the pages once. So the heads of a group, which share keys, are one program, padded to the 16 rows that tensor
+cores take; and where there are few sequences, each sequence's keys are split over several programs (flash decoding, Dao et al.
+2023). Each stores its partial result with its maximum and sum; the last to finish merges them, so no second kernel is launched.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from shardwise.model.kernels.dependent_launch import has_dependent_launch
 
 LOG2E = 1.4426950408889634
 PROGRAMS = 128
-"""How many programs keep the memory of a large GPU busy, one on each of its processors: sequences with fewer are split."""
+"""How many programs keep the memory of a large GPU busy, one on each multiprocessor; with fewer, sequences are split."""
 ALONE = 384
-"""So many keys one program attends to sooner than several do and merge their parts."""
+"""Up to this many keys, one program is faster than several that merge their partial results."""
 EARLY = 8
-"""Sequences up to which a step is made of kernels so short that each begins before the one before it has ended (`early.py`)."""
+"""Sequences up to which a step's kernels are so short that each begins before the previous one has ended
+(`dependent_launch.py`)."""
 INDICES = ["SLOTS", "STARTS"]
-"""Integers that are parts of one message to the device: kernels are compiled once for all places where they may lie."""
+"""Integer arguments that are slices of one copy to the device: kernels are compiled once for all their alignments."""
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def _decode(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, ROPE: tl.constexpr, QK_NORM: tl.constexpr,
     FP8: tl.constexpr, N: tl.constexpr, ALONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:  # what comes next may load its weights; what came before has to have ended
+    if EARLY:  # the next kernel may load its weights; the previous one must have ended
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     split, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -84,7 +85,7 @@ def _decode(  # type: ignore[no-untyped-def]
     highest = tl.full((G,), float("-inf"), tl.float32)
     total = tl.zeros((G,), tl.float32)
     out = tl.zeros((G, D), tl.float32)
-    if split == active - 1:  # the one that attends to the new token, from registers, and writes it
+    if split == active - 1:  # this program attends to the new token, from registers, and writes it
         v = tl.load(at + (HEADS + KV_HEADS + head) * D + d)
         last = tl.load(TABLE + slot * pages + start // PAGE).to(tl.int64)
         own_place = ((last * KV_HEADS + head) * PAGE + start % PAGE) * D
@@ -119,11 +120,11 @@ def _decode(  # type: ignore[no-untyped-def]
         seen = n < end
         if WINDOW:
             seen = seen & (n >= low)
-        if PAGE % N == 0:  # one page, which was looked up a tile before
+        if PAGE % N == 0:  # one page, looked up one tile earlier
             page = following.to(tl.int64)
             following = tl.load(TABLE + (first + N) // PAGE, mask=first + N < end, other=0)
             if WINDOW:
-                page = tl.maximum(page, 0)  # given back
+                page = tl.maximum(page, 0)  # the page may be freed
             place = (page * KV_HEADS + head) * (PAGE * D) + (first % PAGE + tl.arange(0, N)) * D
         else:
             each = tl.load(TABLE + n // PAGE, mask=n < end, other=0).to(tl.int64)
@@ -132,7 +133,7 @@ def _decode(  # type: ignore[no-untyped-def]
             place = ((each * KV_HEADS + head) * PAGE + n % PAGE) * D
         keys1 = tl.load(K + place[None, :] + half[:, None])
         keys2 = tl.load(K + place[None, :] + HALF + half[:, None])
-        # What is not seen may be anything, also no number, and nothing times that is not nothing.
+        # Values that are not seen may be anything, even NaN, and zero times NaN is not zero.
         values = tl.load(V + place[:, None] + d[None, :], mask=seen[:, None], other=0.0)
         if FP8:
             keys1, keys2, values = keys1.to(dtype), keys2.to(dtype), values.to(dtype)
@@ -174,7 +175,7 @@ def _decode(  # type: ignore[no-untyped-def]
 
 
 class Scratch:
-    """Memory in which programs leave their parts, for so many sequences; one layer after the other uses it."""
+    """Scratch memory for the programs' partial results, for this many sequences; the layers use it one after the other."""
 
     def __init__(self, sequences: int, heads: int, kv_heads: int, width: int, device: torch.device) -> None:
         self.sequences, self.kv_heads = sequences, kv_heads
@@ -185,7 +186,7 @@ class Scratch:
         self.arrived = torch.zeros(sequences * kv_heads, dtype=torch.int32, device=device)
 
     def splits(self, sequences: int) -> int:
-        """How many programs share the keys of a sequence: a power of two, since each is compiled for."""
+        """How many programs share the keys of a sequence: a power of two, since the kernel is compiled for each number."""
         return min(64, triton.next_power_of_2(triton.cdiv(PROGRAMS, sequences * self.kv_heads)))
 
 
@@ -194,7 +195,7 @@ def decode_attention(
     table: Tensor, slots: Tensor, starts: Tensor, scratch: Scratch, heads: int, scale: float, window: int = 0,
     kv_scale: float = 1.0, tile: DecodeTile | None = None,
 ) -> Tensor:  # fmt: skip
-    """New tokens' queries, keys and values [sequences, all heads x width], as a matrix gives them, to attention's result
+    """New tokens' queries, keys and values [sequences, all heads x width], as one matrix returns them, to the output of attention
     [sequences, heads x width]. `rope` are float32 tables [positions, width / 2]; `norms` the weights of query and key norms, and
     their epsilon."""
     sequences = qkv.shape[0]

@@ -1,11 +1,11 @@
-"""Attention over pages on a GPU in which the bits of a token depend on nothing but its sequence up to it, whichever way it came:
-alone after a prompt that is kept, in a chunk, or in the middle of a whole sequence that is trained on.
+"""Attention over pages on a GPU in which the bits of a token depend only on its sequence up to that token, however it is computed:
+alone after a cached prompt, in a chunk, or in the middle of a whole training sequence.
 
-A tile is always 64 rows, tokens times the heads that share a key, and 64 keys, counted from the sequence's beginning; so the
-tensor cores do the same for a row whoever has the other rows. Keys are folded into the result a part at a time, `PART` keys each,
-in their order. Where there are too few tokens to keep a GPU busy, parts become programs of their own, which leave what they found
-to be folded in the same order by a second kernel; where there are enough, one program does one part after the other. Keys that a
-row does not see change nothing: adding zero is exact, and so is multiplying by one.
+A tile is always 64 rows, tokens times the heads that share a key, and 64 keys, counted from the sequence's beginning. So the
+tensor cores do the same for a row whatever the other rows are. Keys are folded into the result in parts of `PART` keys, in order.
+Where there are too few tokens to keep a GPU busy, parts become programs of their own, and a second kernel folds their partial
+results in the same order; where there are enough, one program computes one part after the other. Keys that a row does not see
+change nothing: adding zero is exact, and so is multiplying by one.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shardwise.model.kernels.attention.decode import INDICES, LOG2E
 PART = 256
 """Keys that are folded into the result at once."""
 PROGRAMS = 132 * 2
-"""With fewer, parts become programs of their own."""
+"""With fewer programs, parts become programs of their own."""
 
 
 @triton.jit
 def _folded(whole, whole_total, whole_highest, out, total, highest):  # type: ignore[no-untyped-def]
-    """What was found so far, and what a further part adds: results without their divisor, divisors, and the largest scores."""
+    """Merge the result so far with that of a further part: outputs without their divisor, divisors, and the largest scores."""
     higher = tl.maximum(whole_highest, highest)
     safe = tl.where(higher == float("-inf"), 0.0, higher)
     old, new = tl.exp2(whole_highest - safe), tl.exp2(highest - safe)
@@ -41,7 +41,7 @@ def _attend(  # type: ignore[no-untyped-def]
     DV: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, APART: tl.constexpr, PART: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """A tile of new tokens of one sequence and of G heads that share one key head; with APART, one part of their keys."""
+    """A tile of new tokens of one sequence, for G heads that share one key head; with APART, one part of their keys."""
     BLOCKS: tl.constexpr = (GROUP + G - 1) // G
     tile, kv, member = tl.program_id(0), tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS * G
     sequence, first = tl.load(TILES + 2 * tile), tl.load(TILES + 2 * tile + 1)
@@ -77,7 +77,7 @@ def _attend(  # type: ignore[no-untyped-def]
         n = at + tl.arange(0, N)
         page = tl.load(TABLE + slot * pages + n // PAGE, mask=n < end, other=0).to(tl.int64)
         if WINDOW:
-            page = tl.maximum(page, 0)  # given back
+            page = tl.maximum(page, 0)  # the page may be freed
         k = tl.load(
             K + page[None, :] * k0 + kv * k1 + (n % PAGE)[None, :] * k2 + d[:, None],
             mask=(d < WIDTH)[:, None],
@@ -88,7 +88,7 @@ def _attend(  # type: ignore[no-untyped-def]
             there = there & (n > start + first - WINDOW)
         v = tl.load(
             V + page[:, None] * v0 + kv * v1 + (n % PAGE)[:, None] * v2 + dv[None, :],
-            mask=there[:, None] & (dv < V_WIDTH)[None, :],  # what no one sees may be no number
+            mask=there[:, None] & (dv < V_WIDTH)[None, :],  # values that no query sees may be NaN
             other=0.0,
         )
         s = tl.dot(q, k, input_precision="ieee") * scale
@@ -123,7 +123,7 @@ def _fold(  # type: ignore[no-untyped-def]
     FOUND, TOTAL, HIGHEST, POSITIONS, OUT, tokens, HEADS: tl.constexpr, H: tl.constexpr, V_WIDTH: tl.constexpr, DV: tl.constexpr,
     WINDOW: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one token, in their order."""
+    """Fold the parts of one token, in order."""
     token = tl.program_id(0).to(tl.int64)
     head, dv = tl.program_id(1) * H + tl.arange(0, H), tl.arange(0, DV)
     here = (head < HEADS)[:, None] & (dv < V_WIDTH)[None, :]
@@ -143,7 +143,7 @@ def _fold(  # type: ignore[no-untyped-def]
 
 
 class Tile(NamedTuple):
-    """What a program computes at once, and how."""
+    """The tile that a program computes at once, and how."""
 
     m: int
     """Tokens times heads."""
@@ -154,14 +154,14 @@ class Tile(NamedTuple):
 
 
 def tile_of(width: int) -> Tile:
-    """The tile for keys of a width: what fits a program's memory, and for usual ones the 64 rows that `wgmma` wants."""
+    """The tile for keys of this width: it fits a program's memory, and has for usual widths the 64 rows that `wgmma` needs."""
     if width <= 128:
         return Tile(64, 64, 4, 3)
     return Tile(64, 64, 4, 2) if width <= 256 else Tile(16, 32, 8, 2)
 
 
 def tokens_of_tile(heads: int, kv_heads: int, width: int) -> int:
-    """Tokens of a tile."""
+    """Tokens in a tile."""
     rows = tile_of(width).m
     return rows // min(rows, heads // kv_heads)
 
@@ -170,8 +170,8 @@ def invariant_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, slots: Tensor, starts: Tensor, cu_seqlens: Tensor, tiles: Tensor,
     positions: Tensor, longest: int, scale: float, window: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Attention of new tokens [tokens, heads, width], whose keys and values are in their pages, to [tokens, heads, value width].
-    `tiles` are pairs of a sequence and the first new token of a tile; no sequence has more than `longest` tokens."""
+    """Attention of new tokens [tokens, heads, width], whose keys and values are in their pages; returns [tokens, heads, value
+    width]. `tiles` are pairs of a sequence and the first new token of a tile; no sequence has more than `longest` tokens."""
     (tokens, heads, width), (_, kv_heads, page, v_width) = q.shape, values.shape
     group, wide, v_wide = heads // kv_heads, triton.next_power_of_2(width), triton.next_power_of_2(v_width)
     tile = tile_of(width)

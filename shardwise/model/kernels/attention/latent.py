@@ -1,8 +1,8 @@
-"""Attention of one new token of each of many sequences to the pages of their latents (DeepSeek-V2, section 2.1.2). These are keys
-and, without the rotary part at their end, values as well: each is loaded once for both, and for as many heads as a program has.
+"""Attention of one new token of each of many sequences to the pages of their latents (DeepSeek-V2, section 2.1.2). A latent is the
+key and, without the rotary part at its end, also the value: a program loads it once for both, and for all of its heads.
 
-As in `decode.py`, latents of a sequence are split over several programs where there are few, and whichever is done last
-merges their parts. The new latents are in their pages already.
+As in `decode.py`, the latents of a sequence are split over several programs where there are few sequences, and the last program to
+finish merges their partial results. The new latents are already in their pages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.model.kernels.attention.decode import ALONE, INDICES, LOG2E, Scra
 
 @dataclass(frozen=True)
 class Tile:
-    """Heads and latents that a program takes at a time, its warps, and loads under way."""
+    """Heads and latents that a program takes at a time, its warps, and its pipeline stages."""
 
     heads: int
     latents: int
@@ -28,8 +28,8 @@ class Tile:
 
 
 TILES = {16: Tile(16, 32, 4, 2), 32: Tile(32, 32, 4, 2)}
-"""By the least number of heads: more heads share what is loaded, as far as their sums fit in registers. Those of 64 heads do
-not: four times as slow (`benchmarks/gpu/RESULTS.md`)."""
+"""By the heads of a program: more heads share each load, as long as their sums fit in registers. Those of 64 heads do not: four
+times as slow (`benchmarks/gpu/RESULTS.md`)."""
 
 
 @triton.jit(do_not_specialize_on_alignment=INDICES)
@@ -69,7 +69,7 @@ def _attend(  # type: ignore[no-untyped-def]
             seen = seen & (n >= low)
         page = tl.load(TABLE + slot * pages + n // PAGE, mask=seen, other=0).to(tl.int64)
         place = (page * PAGE + n % PAGE) * WIDTH
-        # What is not seen may be anything, also no number, and nothing times that is not nothing.
+        # Latents that are not seen may hold anything, even NaN, and zero times NaN is not zero.
         latent = tl.load(K + place[:, None] + r[None, :], mask=seen[:, None] & (r < RANK)[None, :], other=0.0)
         key = tl.load(K + place[None, :] + RANK + p[:, None], mask=seen[None, :] & (p < ROPE)[:, None], other=0.0)
         if FP8:
@@ -112,12 +112,12 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 def tile_of(heads: int) -> Tile:
-    """The tile for so many heads."""
+    """The tile for this many heads."""
     return TILES[max(16, min(32, triton.next_power_of_2(heads)))]
 
 
 def latent_scratch(sequences: int, heads: int, rank: int, device: torch.device, tile: Tile | None = None) -> Scratch:
-    """Memory in which programs leave their parts, for so many sequences."""
+    """Scratch memory for the programs' partial results, for this many sequences."""
     rows = (tile or tile_of(heads)).heads
     blocks = triton.cdiv(heads, rows)
     return Scratch(sequences, blocks * rows, blocks, max(16, triton.next_power_of_2(rank)), device)
@@ -128,7 +128,7 @@ def latent_attention(
     window: int = 0, kv_scale: float = 1.0, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """Queries [sequences, heads, rank + rotary width] of new tokens to pages of latents [pages, 1, tokens, rank + rotary width];
-    gives [sequences, heads, rank]."""
+    returns [sequences, heads, rank]."""
     sequences, heads, width = q.shape
     tile = tile or tile_of(heads)
     splits, rope = scratch.splits(sequences), width - rank

@@ -1,4 +1,4 @@
-"""Prompts over pages, as two kernels: one rotates queries and keys in place and writes keys and values to their pages, the other
+"""Prefill over pages, as two kernels: one rotates queries and keys in place and writes keys and values to their pages, the other
 attends from any number of new tokens of any sequence to all its tokens, old ones included.
 """
 
@@ -13,7 +13,7 @@ from shardwise.model.kernels.attention.decode import INDICES, LOG2E, _rotated
 from shardwise.model.kernels.attention.tiles import PromptTile
 
 ROTATED = 16
-"""New tokens that one program rotates, of one head."""
+"""New tokens of one head that a program rotates."""
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["PLACES", "POSITIONS"])
@@ -75,15 +75,15 @@ def _tiles(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     FP8: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of keys from `begin` to `stop`, every key seen by all queries unless `MASKED`."""
+    """Process the tiles of keys from `begin` to `stop`; all queries see every key unless `MASKED`."""
     d, dv = tl.arange(0, D), tl.arange(0, DV)
     for at in range(begin, stop, N):
         n = at + tl.arange(0, N)
-        if PAGE % N == 0:  # one page, whose tokens lie together
+        if PAGE % N == 0:  # one page, whose tokens are contiguous
             page = tl.load(TABLE + at // PAGE).to(tl.int64)
             place = at % PAGE + tl.arange(0, N)
             if WINDOW:
-                page = tl.maximum(page, 0)  # given back
+                page = tl.maximum(page, 0)  # the page may be freed
             keys, values = K + page * k0 + place * k2, V + page * v0 + place * v2
         else:
             pages = tl.load(TABLE + n // PAGE, mask=n < end, other=0).to(tl.int64)
@@ -100,7 +100,7 @@ def _tiles(  # type: ignore[no-untyped-def]
                 there = there & (n > tl.min(position, 0) - WINDOW)
             v = tl.load(
                 values[:, None] + dv[None, :],
-                mask=there[:, None] & (dv < V_WIDTH)[None, :],  # what no one sees may be no number
+                mask=there[:, None] & (dv < V_WIDTH)[None, :],  # values that no query sees may be NaN
                 other=0.0,
             )
         elif DV == V_WIDTH:
@@ -133,7 +133,7 @@ def _attend(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A tile of new tokens of one sequence, one head."""
+    """A tile of new tokens of one sequence, for one head."""
     tile, head = tl.program_id(1), tl.program_id(0)
     sequence, first = tl.load(TILES + 2 * tile), tl.load(TILES + 2 * tile + 1)
     begin, stop = tl.load(CU_SEQLENS + sequence), tl.load(CU_SEQLENS + sequence + 1)
@@ -153,7 +153,7 @@ def _attend(  # type: ignore[no-untyped-def]
     end = start + tl.minimum(first + M, stop - begin)
     if WINDOW:
         whole = tl.maximum(start + first + 1 - WINDOW, 0) // N * N
-    else:  # keys up to the first query are seen by all
+    else:  # all queries see the keys up to the first query
         whole = (start + first + 1) // N * N
     kv = head // GROUP
     K, V, TABLE = K + kv * k1, V + kv * v1, TABLE + slot * pages
@@ -175,8 +175,8 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 def tiles_of(counts: tuple[int, ...], rows: int, first: int = 0) -> list[int]:
-    """Pairs of a sequence and the first of its new tokens, one for each tile: what `paged_attention` runs over. Of each sequence
-    the last comes first, since it takes longest."""
+    """Pairs of a sequence and its tile's first new token, one for each tile: `paged_attention` runs over them. The last tile of
+    each sequence comes first, since it takes longest."""
     return [each for n, count in enumerate(counts, first) for m in reversed(range(0, count, rows)) for each in (n, m)]
 
 
@@ -184,8 +184,8 @@ def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, slots: Tensor, starts: Tensor, cu_seqlens: Tensor, tiles: Tensor,
     tile: PromptTile, out: Tensor, scale: float, window: int = 0, kv_scale: float = 1.0,
 ) -> None:  # fmt: skip
-    """Attention of new tokens [tokens, heads, width] whose keys are in their pages, to `out` [tokens, heads, value width]. `tiles`:
-    those of all new tokens, by `tiles_of`, with the rows of `tile`."""
+    """Attention of new tokens [tokens, heads, width] whose keys are in their pages, to `out` [tokens, heads, value width]. `tiles`
+    are those of all new tokens, from `tiles_of` with the rows of `tile`."""
     heads, width, v_width = q.shape[1], q.shape[2], out.shape[2]
     wide = triton.next_power_of_2(width)
     _attend[heads, len(tiles) // 2](

@@ -1,5 +1,5 @@
-"""The shapes of attention's kernels over pages: what a program takes at a time, its warps, and how many loads are under way. Which
-is fastest depends on the chip, so `shardwise bench --serve` times some and keeps the best for this machine.
+"""The tile shapes of the paged attention kernels: how much a program takes at a time, its warps, and its pipeline stages. Which is
+fastest depends on the chip, so `shardwise bench --serve` times some and stores the best for this machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.files import cache_folder, write_atomically
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Of the kernel of single tokens: keys at a time."""
+    """The decode kernel's tile: keys at a time."""
 
     keys: int
     warps: int
@@ -27,7 +27,7 @@ class DecodeTile:
 
 @dataclass(frozen=True)
 class PromptTile:
-    """Of the kernel of prompts: new tokens, and keys at a time."""
+    """The prefill kernel's tile: new tokens, and keys at a time."""
 
     rows: int
     keys: int
@@ -36,9 +36,9 @@ class PromptTile:
 
 
 DECODE = {"few": DecodeTile(64, 4, 3), "some": DecodeTile(64, 4, 3), "many": DecodeTile(128, 4, 2)}
-"""By how many sequences there are, the fastest on an H200 (`benchmarks/gpu/attention_tiles.py`)."""
+"""By the number of sequences, the fastest on an H200 (`benchmarks/gpu/attention_tiles.py`)."""
 PROMPT = PromptTile(64, 64, 4, 3)
-"""For heads of up to 128 numbers, likewise."""
+"""The same for prefill, for heads of up to 128 elements."""
 MORE_DECODE = (
     DecodeTile(64, 4, 2),
     DecodeTile(64, 4, 3),
@@ -46,11 +46,11 @@ MORE_DECODE = (
     DecodeTile(128, 4, 2),
 )
 MORE_PROMPT = (PromptTile(128, 64, 8, 3), PromptTile(64, 32, 4, 4))
-"""Others that are tried."""
+"""Other tiles to try."""
 
 
 def sequence_bucket(sequences: int) -> str:
-    """The word for so many sequences."""
+    """The name of the bucket for this many sequences."""
     return "few" if sequences <= 32 else "some" if sequences <= 128 else "many"
 
 
@@ -70,7 +70,7 @@ def _kept(device: torch.device) -> dict[str, list[int]]:
 
 
 def save_tiles(found: dict[str, DecodeTile | PromptTile], device: torch.device) -> None:
-    """Take these from here on, in the next process too."""
+    """Use these tiles from now on, in the next process too."""
     content = _kept(device) | {name: list(astuple(tile)) for name, tile in found.items()}
     with contextlib.suppress(OSError):
         _path(device).parent.mkdir(parents=True, exist_ok=True)
@@ -79,28 +79,28 @@ def save_tiles(found: dict[str, DecodeTile | PromptTile], device: torch.device) 
 
 
 def has_tile(name: str, device: torch.device) -> bool:
-    """Whether there is a shape for this machine."""
+    """Whether a tile is stored for this machine."""
     return name in _kept(device)
 
 
 def decode_name(sequences: int, width: int) -> str:
-    """By which the tile of single tokens is kept."""
+    """The name under which the decode tile is stored."""
     return f"decode {sequence_bucket(sequences)} {width}"
 
 
 def prompt_name(width: int) -> str:
-    """By which that of prompts is."""
+    """The name under which the prefill tile is stored."""
     return f"prompt {width}"
 
 
 def decode_tile(sequences: int, width: int, device: torch.device) -> DecodeTile:
-    """For one new token of each of so many sequences, with heads of this width."""
+    """The tile for one new token of each of `sequences` sequences, with heads of this width."""
     kept = _sizes(_kept(device).get(decode_name(sequences, width)), 3)
     return DecodeTile(*kept) if kept else DECODE[sequence_bucket(sequences)]
 
 
 def prompt_tile(longest: int, width: int, device: torch.device) -> PromptTile:
-    """For new tokens of which no sequence has more than `longest`."""
+    """The tile for prefill, where no sequence has more than `longest` new tokens."""
     short = longest <= 16
     if width > 128:
         return PromptTile(16 if short or width > 256 else 64, 32, 8, 2)
@@ -111,7 +111,7 @@ def prompt_tile(longest: int, width: int, device: torch.device) -> PromptTile:
 
 
 def _sizes(kept: object, count: int) -> Sequence[int]:
-    """What a file says, where it is what it should be."""
+    """The sizes that a file holds, if they are valid."""
     return (
         kept
         if isinstance(kept, list) and len(kept) == count and all(isinstance(n, int) and n > 0 for n in kept)

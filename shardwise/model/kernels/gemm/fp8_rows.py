@@ -1,5 +1,5 @@
-"""The input of a GEMM in fp8, a scale a row, made in one pass with what stands before it: the norm of the residual stream, or the
-product of a gate and what it gates. Scales are powers of two, as `model/quantized/scaled.py` has them."""
+"""Casts the input of a GEMM to fp8, with a scale for each row, in one pass with the operation before it: the norm of the residual
+stream, or the gated product. Scales are powers of two, as in `model/quantized/scaled.py`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _fp8_rows(  # type: ignore[no-untyped-def]
 
 
 def fp8_rows(x: Tensor, norm: tuple[Tensor, float] | None = None, gated: str = "") -> tuple[Tensor, Tensor]:
-    """Rows in fp8 and their scales [rows, 1]: of an RMSNorm of `x` with this weight and epsilon, of the product of its two halves,
-    "silu" or "gelu" of the first, or of `x` itself."""
+    """Rows in fp8 and their scales [rows, 1]: of an RMSNorm of `x` with this weight and epsilon, of the gated product of its two
+    halves ("silu" or "gelu" of the first), or of `x` itself."""
     rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)

@@ -1,6 +1,6 @@
-"""A few rows of input times a matrix of four bits, with the norm before and the gate or the residual sum after: `int4_rows.cu`,
-which PyTorch compiles with NVRTC when it is first needed. It is not written in Triton, because there nobody says which thread holds
-which weight, and it is bound by the instructions that a weight costs.
+"""A few rows of input times an int4 matrix, with the norm before and the gate or the residual sum after: `int4_rows.cu`, which
+PyTorch compiles with NVRTC at first use. It is not written in Triton, where one cannot choose which thread holds which weight, and
+it is bound by the instructions that a weight costs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ GROUP = 128
 MOST_ROWS = 8
 """Rows of input: the columns of a tensor core's smallest product."""
 LINE_BYTES, MOST_BYTES = 80 * 4, 100 * 1024
-"""Shared memory for a row's inputs of one group, and for all inputs, so that two blocks fit on a processor."""
+"""Shared memory for a row's inputs of one group, and for all inputs, so that two blocks fit on a multiprocessor."""
 THREADS = 256
 GATES = {"": 0, "silu": 1, "gelu": 2}
 
 
 class Shape(NamedTuple):
-    """Tiles of 16 rows of the matrix that a block takes at a time, blocks of a processor, and groups of columns that a warp asks
-    for at a time."""
+    """Tiles of 16 rows of the matrix that a block takes at a time, blocks on a multiprocessor, and groups of columns that a warp
+    loads at a time."""
 
     tiles: int
     blocks: int
@@ -35,7 +35,7 @@ class Shape(NamedTuple):
 
 
 def takes(x: Tensor, packed: Tensor, scale: Tensor) -> bool:
-    """Whether the kernel is written for such inputs."""
+    """Whether the kernel supports these inputs."""
     rows, k = x.shape
     return (
         0 < rows <= MOST_ROWS
@@ -84,8 +84,8 @@ def int4_rows(
 
 
 def shape_of(n: int, k: int, padded: int, processors: int) -> Shape:
-    """For a matrix of so many rows and columns: many rows leave each block several tiles, of which it then asks for one at a time
-    (on an H200 a gate and what it gates of Llama 3 8B took 16.8 us instead of 18.2)."""
+    """The shape for a matrix of `n` rows and `k` columns. With many rows each block has several tiles, and then loads one tile at
+    a time (on an H200 the gate and up matrices of Llama 3 8B took 16.8 us instead of 18.2)."""
     return Shape(1, 2, 4) if n > 64 * processors and padded <= 4 and k % (4 * 8 * GROUP) == 0 else Shape(1, 2, 2)
 
 
@@ -105,5 +105,5 @@ def _kernel(
     source += Path(__file__).with_suffix(".cu").read_text()
     with torch.cuda.device(device):
         kernel = compile_cuda(source, "int4_rows")
-        kernel.set_shared_memory_config(max(room, 48 * 1024))  # beside what is not asked for at the launch
+        kernel.set_shared_memory_config(max(room, 48 * 1024))  # dynamic, in addition to the static shared memory
     return kernel

@@ -1,9 +1,9 @@
-"""GEMMs on a GPU in which the bits of a row depend on nothing but that row: not on how many others there are, nor where it stands.
+"""GEMMs on a GPU in which the bits of a row depend on that row alone: not on how many others there are, nor on its index.
 
 Tensor cores add up the products of 16 elements at a time. Here every element of a result is one such chain along the whole of K,
-from its beginning, without a split; tiles of any size are then the same arithmetic. What must not change with the number of rows
-is the kind of instruction. So the matrix, which is always there, is the side of which Hopper's `wgmma` wants 64 rows, and tokens
-are the other side, 16 of them or 256.
+from its beginning, without a split, so tiles of any size compute the same. Only the kind of instruction must not change with the
+number of rows. So the matrix, which is always there, is the operand of which Hopper's `wgmma` needs 64 rows, and tokens are the
+other operand, be they 16 or 256.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     else:
         which, first, stop = tl.program_id(1).to(tl.int64), tile * M, rows
     m, column, step = first + tl.arange(0, M), column_tile * N + tl.arange(0, N), tl.arange(0, K)
-    # Rows and columns beyond the last repeat it; they are not kept.
+    # Rows and columns beyond the last repeat it; their results are not stored.
     x_at = X + which * x_each + tl.minimum(m, stop - 1).to(tl.int64)[None, :] * x0 + step[:, None]
     w_at = W + which * w_each + tl.minimum(column, n - 1).to(tl.int64)[:, None] * w0 + step[None, :] * w1
     total = tl.zeros((N, M), tl.float32)
@@ -56,13 +56,13 @@ def _multiply(  # type: ignore[no-untyped-def]
         total += tl.load(BIAS + column, mask=column < n, other=0.0).to(tl.float32)[:, None]
     value = total.to(OUT.dtype.element_ty)
     place = which * out_each + m.to(tl.int64)[None, :] * out0 + column[:, None]
-    if ADDS:  # rounded first, as an operator of its own would
+    if ADDS:  # rounded first, as a separate operator would
         value = (value.to(tl.float32) + tl.load(RESIDUAL + place, mask=there, other=0.0).to(tl.float32)).to(value.dtype)
     tl.store(OUT + place, value, mask=there)
 
 
 class Tile(NamedTuple):
-    """What a program computes, and how; the bits are the same for all."""
+    """The tile that a program computes, and how; the bits are the same for all tiles."""
 
     n: int
     """Rows of the matrix: a multiple of 64."""
@@ -79,12 +79,12 @@ TILES = (
 )  # fmt: skip
 """From small to large; the fastest of some forty that were timed on an H200 for matrices of 16 to 235 million elements."""
 PROCESSORS = 132
-"""Of an H100 or H200."""
+"""Multiprocessors of an H100 or H200."""
 
 
 def tile_of(rows: int, n: int) -> Tile:
-    """The tile that is fast for so many tokens and a matrix of so many rows: the smallest of which there is no more than one for
-    each processor, or else the largest. Tiles of few tokens read the matrix too often."""
+    """The tile that is fast for `rows` tokens and a matrix of `n` rows: the smallest that makes at most one program for each
+    multiprocessor, or else the largest. Tiles of few tokens read the matrix too often."""
     wide = min(256, max(16, triton.next_power_of_2(rows)))
     usable = [tile for tile in TILES if min(wide, 64) <= tile.m <= wide]
     single = (tile for tile in usable if triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n) <= PROCESSORS)
@@ -95,8 +95,8 @@ def _launch(
     x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None, tiles: Tensor | None, tile: Tile,
     rows: int, each: int, strides: tuple[int, int, int, int],
 ) -> None:  # fmt: skip
-    """`each`: how many matrices there are that all rows are multiplied with; `strides`: from one matrix, its tokens and its
-    results to the next, and from one row of results to the next."""
+    """`each`: the number of matrices that all rows are multiplied with; `strides`: from one matrix, its tokens and its results to
+    the next, and from one row of results to the next."""
     n, k = weight.shape[-2:]
     token_tiles = len(tiles) if tiles is not None else triton.cdiv(rows, tile.m)
     w_each, x_each, out_each, out0 = strides
@@ -112,8 +112,8 @@ def invariant_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
-    """Rows [rows, in] times a matrix [out, in], with a bias; added to `residual` [rows, out] in place, where it is given. The
-    result has the dtype of the rows unless another is given."""
+    """Rows [rows, in] times a matrix [out, in], with a bias; added to `residual` [rows, out] in place, if it is given. The result
+    has the dtype of the rows unless `dtype` is given."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = x.new_empty(len(x), weight.shape[0], dtype=dtype) if residual is None else residual
     if len(x):
@@ -123,7 +123,7 @@ def invariant_gemm(
 
 
 def invariant_gemm_by_head(x: Tensor, weight: Tensor) -> Tensor:
-    """Rows [rows, heads, in], each head's times its own matrix [heads, out, in]."""
+    """Rows [rows, heads, in], each head times its own matrix [heads, out, in]."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = x.new_empty(*x.shape[:2], weight.shape[1])
     if len(x):
@@ -135,7 +135,7 @@ def invariant_gemm_by_head(x: Tensor, weight: Tensor) -> Tensor:
 
 def invariant_grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Rows [rows, in], `counts[e]` of them for each expert in turn, times that expert's matrix [experts, out, in]. Rows beyond the
-    last expert's are not computed. The host does not wait for the counts."""
+    last expert's are not computed. The counts need no host sync."""
     x = x.contiguous()
     out = x.new_empty(len(x), weight.shape[1])
     if len(x):
@@ -147,7 +147,8 @@ def invariant_grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def grouped_tiles(counts: Tensor, rows: int, most: int) -> Tensor:
-    """Tiles of so many rows [most, 3] int32: the group of each, its first row, where the group ends; those left over are empty."""
+    """Tiles of `rows` rows, [most, 3] int32: the group of each, its first row, and the end of the group; unused tiles are
+    empty."""
     tiles = (counts + rows - 1) // rows
     ends, tile_ends = counts.cumsum(0), tiles.cumsum(0)
     tile = torch.arange(most, device=counts.device)

@@ -1,6 +1,5 @@
-"""What is made of one row at a time on a GPU, by one program in a fixed order, so that its bits depend on that row alone: norms,
-and the logarithm of a row's sum of exponentials. PyTorch's kernels may split a row by how many there are, or by where it lies in
-memory.
+"""Operations on one row at a time on a GPU, by one program in a fixed order, so that the bits depend on that row alone: norms, and
+the log-sum-exp of a row. PyTorch's kernels may split a row depending on the number of rows, or on its address in memory.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ BLOCK = 4096
 """Logits that a program takes at once."""
 
 
-@triton.jit(do_not_specialize_on_alignment=["WEIGHT", "BIAS"])  # nor may sharding change how loads are laid out
+@triton.jit(do_not_specialize_on_alignment=["WEIGHT", "BIAS"])  # sharding must not change the layout of loads either
 def _norm(  # type: ignore[no-untyped-def]
     X, WEIGHT, BIAS, OUT, width, eps, CENTERED: tl.constexpr, N: tl.constexpr
 ):
@@ -34,7 +33,7 @@ def _norm(  # type: ignore[no-untyped-def]
 def invariant_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """RMSNorm of rows [..., width], or LayerNorm where there is a bias."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if rows.data_ptr() % 16:  # the compiler adds up in another order where it can't load so much at once
+    if rows.data_ptr() % 16:  # with narrower loads the compiler would add up in another order
         rows = rows.clone()
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     if len(rows):
@@ -64,7 +63,7 @@ def _logsumexp(LOGITS, OUT, row0, vocab, N: tl.constexpr):  # type: ignore[no-un
 
 
 def invariant_logsumexp(logits: Tensor) -> Tensor:
-    """Of rows [rows, vocabulary], in float32."""
+    """The log-sum-exp of rows [rows, vocabulary], in float32."""
     out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _logsumexp[(len(logits),)](

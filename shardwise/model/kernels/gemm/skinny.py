@@ -1,8 +1,8 @@
-"""GEMMs of one row, which take as long as reading the matrix once: what stands before and after them is done on the way. Before:
-the norm of the input, which every program makes anew from the few kilobytes it has. After: adding to the residual stream, or the
-product of a gate and what it gates, whose two matrices lie one after the other.
+"""GEMMs of one row, which take as long as reading the matrix once, fused with the operations around them. Before: the norm of the
+input, which every program recomputes from the few kilobytes of input. After: adding to the residual stream, or the gated product,
+whose gate and up matrices are concatenated.
 
-Products are added in float32 without tensor cores, which want sixteen rows. From two rows on cuBLAS is as fast.
+Products are added in float32 without tensor cores, which need sixteen rows. From two rows on cuBLAS is as fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.model.kernels.gated import activated
 
 MOST_ROWS = 1
-"""Rows of input for which arithmetic is still hidden behind reading the matrix."""
+"""Rows of input for which the computation is still hidden behind reading the matrix."""
 BLOCKS = {"short": (2, 2048, 4), "long": (2, 1024, 2)}
 """Rows and columns of the matrix that a program takes at a time, and its warps, for short and long rows: the fastest of some twenty
 on an H200, for matrices of 16 MB to 1 GB."""
@@ -33,7 +33,7 @@ def _skinny(  # type: ignore[no-untyped-def]
     line = columns.to(tl.int64)[:, None] * k
     sums = tl.zeros((N, K), tl.float32)
     gated = tl.zeros((N, K), tl.float32)
-    for number in tl.static_range(STEPS):  # unrolled, so that much is asked for before any of it is used
+    for number in tl.static_range(STEPS):  # unrolled, so that many loads are issued before any is used
         at = number * K + step
         if EVEN:
             w = tl.load(W + line + at[None, :], eviction_policy="evict_first")
@@ -53,7 +53,7 @@ def _skinny(  # type: ignore[no-untyped-def]
         if GATED:
             gated += x[None, :] * up.to(tl.float32)
     out, other = tl.sum(sums, 1), tl.sum(gated, 1)
-    if HAS_NORM:  # one factor for all of the row, so it may come last
+    if HAS_NORM:  # one factor for the whole row, so it may be applied last
         rms = tl.rsqrt(tl.sum(squares, 0) / k + eps)
         out, other = out * rms, other * rms
     if GATED:
@@ -72,7 +72,7 @@ def skinny_gemm(
     gated: str = "",
 ) -> Tensor:
     """A row [1, in] times a matrix [out, in]. `norm` is the weight of an RMSNorm of the input and its epsilon; the result is added
-    to `residual`; `gated`, "silu" or "gelu", takes the matrix as a gate followed by what it gates."""
+    to `residual`; with `gated`, "silu" or "gelu", the matrix is a gate matrix followed by an up matrix."""
     k = x.shape[1]
     n = weight.shape[0] // (2 if gated else 1)
     out = x.new_empty(1, n)

@@ -1,12 +1,11 @@
-"""GEMMs of a few rows with matrices of 8 or 4 bits: they take as long as reading the packed matrix once. As in `skinny.py`,
-the norm before and the gate or the residual sum after are done on the way, and products are added in float32 without tensor
-cores.
+"""GEMMs of a few rows with 8-bit or 4-bit matrices, which take as long as reading the packed matrix once. As in `skinny.py`, the
+norm before and the gate or the residual sum after are fused, and products are added in float32 without tensor cores.
 
-A program multiplies four rows of the matrix with one row of input. Its threads lie along the columns, so that each has its
-inputs in registers for all rows of the matrix, and nothing is exchanged before the sums. Four bits become float32 without a
-conversion: shifted to bits 16 to 19, with the exponent of 128 above them, they are the number 128 + q (as Kim et al. 2022 do it
-in 16 bits); at bits 12 to 15 they are 2048 + q, so that one shift serves two. The zero point and these numbers are taken off once
-for eight weights. So a weight costs a shift or less, a mask and a multiply-add, and the arithmetic hides behind the reading.
+A program multiplies four rows of the matrix with one row of input. Its threads lie along the columns, so that each has its inputs
+in registers for all rows of the matrix, and nothing is exchanged before the sums. Four-bit weights become float32 without a
+conversion: shifted to bits 16 to 19, below the exponent of 128, they are the number 128 + q (as Kim et al. 2022 do it in 16 bits).
+At bits 12 to 15 they are 2048 + q, so that one shift serves two weights. The zero point and these offsets are subtracted once for
+eight weights. So a weight costs a shift or less, a mask and a multiply-add, and the computation hides behind the reading.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from shardwise.model.kernels.gated import activated
 @dataclass(frozen=True)
 class Shape:
     """Warps of a program, each of whose threads reads 16 bytes of a row at a time; and up to how many steps along a row are
-    unrolled, so that they are asked for together."""
+    unrolled, so that their loads are issued together."""
 
     warps: int
     unrolled: int
 
 
 SHAPES = {"int4": Shape(1, 4), "int8": Shape(2, 2), "fp8": Shape(2, 2)}
-"""From what `benchmarks/gpu/weight_only.py` measured on an H200, before the kernel of one row was written anew."""
+"""Measured with `benchmarks/gpu/weight_only.py` on an H200, before the kernel for one row was rewritten."""
 MOST_ROWS = 1
-"""Rows of input for which arithmetic is still hidden behind reading the matrix."""
+"""Rows of input for which the computation is still hidden behind reading the matrix."""
 
 
 @triton.jit
 def _nibble(words, n: tl.constexpr):  # type: ignore[no-untyped-def]
-    """q in the bits 4n to 4n+3, plus 2048 or 128."""
+    """q from bits 4n to 4n+3, plus 2048 or 128."""
     if n == 1 or n == 3 or n == 6:
         moved = words << (12 - 4 * n) if n < 4 else words >> (4 * n - 12)
         return ((moved & 0x0000F000) | 0x45000000).to(tl.float32, bitcast=True)
@@ -48,7 +47,7 @@ def _nibble(words, n: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load(P, at, here, EVEN: tl.constexpr, ONCE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What is there, and zeros beyond the end."""
+    """Load values, with zeros beyond the end."""
     if EVEN:
         if ONCE:
             return tl.load(P + at, eviction_policy="evict_first")
@@ -60,7 +59,7 @@ def _load(P, at, here, EVEN: tl.constexpr, ONCE: tl.constexpr):  # type: ignore[
 
 @triton.jit
 def _input(X, NORM, at, here, squares, HAS_NORM: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Some of the inputs, times the norm's weights; and the squares of what was there."""
+    """Some of the inputs, times the norm's weights; and the accumulated squares of the inputs themselves."""
     x = _load(X, at, here, EVEN, False).to(tl.float32)
     if HAS_NORM:
         squares += x * x
@@ -97,7 +96,7 @@ def _step_int4(  # type: ignore[no-untyped-def]
     t0, t1, t2, t3, squares, X, W, SCALE, ZERO, NORM, r0, r1, r2, r3, n_groups, first,
     GROUP: tl.constexpr, G: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_NORM: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of four rows. All is asked for before any of it is used, the weights first."""
+    """Some columns of four rows. All loads are issued before any is used, the weights first."""
     WORDS: tl.constexpr = GROUP // 8
     group = first + tl.arange(0, G)[:, None]
     j = tl.arange(0, WORDS)[None, :]
@@ -152,7 +151,7 @@ def _store(  # type: ignore[no-untyped-def]
     total, other, factor, SCALE, RESIDUAL, OUT, row, n, HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """One number of the result, of the sums of its row and, gated, of the row that it gates."""
+    """Write one element of the result, from the sums of its row and, if gated, from those of the up row."""
     dtype = OUT.dtype.element_ty
     made = tl.sum(total) * factor
     here = row < n
@@ -174,12 +173,12 @@ def _skinny(  # type: ignore[no-untyped-def]
     INT4: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     GATED: tl.constexpr, SILU: tl.constexpr, T: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """`T`: words, or bytes, of a row that are read at a time; `STEPS`: how often, if that is to be unrolled."""
+    """`T`: words, or bytes, of a row that are read at a time; `STEPS`: how many times, if the loop is to be unrolled."""
     m = tl.program_id(0).to(tl.int64)
     X += m * x0
     OUT += m * out0
     RESIDUAL += m * out0
-    # Four rows of the matrix: one after the other, or two gates and what they gate.
+    # Four rows of the matrix: one after the other, or two gate rows and their two up rows.
     first_row = tl.program_id(1) * (2 if GATED else 4)
     last = n - 1
     r0, r1 = tl.minimum(first_row, last).to(tl.int64), tl.minimum(first_row + 1, last).to(tl.int64)
@@ -218,7 +217,7 @@ def _skinny(  # type: ignore[no-untyped-def]
                     t0, t1, t2, t3, squares, X, W, NORM, r0, r1, r2, r3, k, first, T, HAS_NORM, EVEN
                 )
     factor = 1.0
-    if HAS_NORM:  # one factor for all of a row, so it may come last
+    if HAS_NORM:  # one factor for the whole row, so it may be applied last
         factor = tl.rsqrt(tl.sum(squares) / k + eps)
     SCALED: tl.constexpr = not INT4
     if GATED:
@@ -243,8 +242,8 @@ def weight_only_gemm(
     shape: Shape | None = None,
 ) -> Tensor:
     """Rows [rows, in] times a packed matrix [out, in], with scales as `QuantizedMatrix` has them. `norm` is the weight of an
-    RMSNorm of the input and its epsilon; the result is added to `residual`; `gated`, "silu" or "gelu", takes the matrix as a gate
-    followed by what it gates."""
+    RMSNorm of the input and its epsilon; the result is added to `residual`; with `gated`, "silu" or "gelu", the matrix is a gate
+    matrix followed by an up matrix."""
     rows, k = x.shape
     n = packed.shape[0] // (2 if gated else 1)
     out = x.new_empty(rows, n)

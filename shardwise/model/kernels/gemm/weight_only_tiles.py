@@ -1,8 +1,8 @@
-"""GEMMs of some rows with matrices of 8 or 4 bits, on tensor cores: tiles of the matrix become 16 bits in registers, where they are
-the left operand, and are multiplied with the rows of input. Four bits are put under the exponent of 128, where they are 128 + q
-without a conversion; that and the zero point are taken off the sums of a group, which then are scaled. fp8 on both sides needs
-no conversion at all. Few rows leave few tiles, so several programs share the columns of one; the last to arrive
-adds up their parts, always in the same order.
+"""GEMMs of some rows with 8-bit or 4-bit matrices, on tensor cores: tiles of the matrix are converted to 16 bits in registers,
+where they are the left operand, and multiplied with the rows of input. Four-bit weights are placed below the exponent of 128,
+where they are 128 + q without a conversion; this offset and the zero point are subtracted from the sums of a group, which are then
+scaled. fp8 on both sides needs no conversion at all. Few rows give few tiles, so several programs split the columns of one; the
+last to arrive adds up their partial sums, always in the same order.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shardwise.model.kernels.gated import activated
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of the matrix of a tile, columns read at a time (8 bits; four bits read a group), warps, stages, and for how many
-    programs columns are split."""
+    """Matrix rows of a tile, columns read at a time (8 bits; four bits read a group), warps, stages, and the number of programs to
+    split columns for."""
 
     rows: int
     columns: int
@@ -43,9 +43,9 @@ TILES = {
     ("fp8", 64): Tile(64, 256, 4, 4, 264),
     ("fp8", 128): Tile(128, 128, 8, 4, 132),
 }
-"""By format and rows of input; from what `benchmarks/gpu/weight_only.py` measured on an H200, in part."""
+"""By format and rows of input; in part measured with `benchmarks/gpu/weight_only.py` on an H200."""
 LEAST_GROUP = 128
-"""A word of four bits holds a column of each eighth of a group, and tensor cores take sixteen columns at a time."""
+"""A word of four-bit weights holds one column of each eighth of a group, and tensor cores take sixteen columns at a time."""
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _finished(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _eighth(words, n: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The weights q in the bits 4n to 4n+3: 128 + q in bfloat16, 1024 + q in float16, q in others."""
+    """The weights q in the bits 4n to 4n+3: 128 + q in bfloat16, 1024 + q in float16, q in other dtypes."""
     q = (words >> (4 * n)) & 15
     if dtype == tl.bfloat16:
         return (q | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -82,7 +82,7 @@ def _group_product(  # type: ignore[no-untyped-def]
     X, SUMS, W, SCALE, ZERO, row, inside, m, rows, x0, group, n_groups,
     M: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
 ):  # fmt: skip
-    """One group of columns, int4: [N, M]."""
+    """The product of one group of columns, int4: [N, M]."""
     WORDS: tl.constexpr = GROUP // 8
     dtype: tl.constexpr = X.dtype.element_ty
     j = tl.arange(0, WORDS)
@@ -107,7 +107,7 @@ def _group_product(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _line_product(X, W, row, inside, m, rows, x0, first, k, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Some columns, 8 bits: the operands [N, K] and [K, M]."""
+    """The operands [N, K] and [K, M] of some columns, 8 bits."""
     at = first + tl.arange(0, K)
     dtype: tl.constexpr = X.dtype.element_ty
     w = tl.load(W + row[:, None] * k + at[None, :], mask=inside[:, None] & (at < k)[None, :], other=0.0)
@@ -178,16 +178,16 @@ def _tiles(  # type: ignore[no-untyped-def]
 
 
 class TileScratch:
-    """Where programs that share a tile leave their parts; one GEMM after the other uses it, and it grows to the largest."""
+    """Memory for the partial sums of programs that share a tile; one GEMM after the other uses it, and it grows to the largest."""
 
     def __init__(self, device: torch.device) -> None:
         self.part = torch.empty(0, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
         self.outgrown: list[Tensor] = []
-        """Recorded steps still use what was enough for them."""
+        """Buffers that were outgrown: captured CUDA graphs still use them."""
 
     def of(self, numel: int, tiles: int) -> tuple[Tensor, Tensor]:
-        """Memory for so many numbers and tiles."""
+        """Memory for this many elements and tiles."""
         if numel > len(self.part):
             self.outgrown.append(self.part)
             self.part = self.part.new_empty(numel)
@@ -198,7 +198,7 @@ class TileScratch:
 
 
 def tile_rows(rows: int) -> int:
-    """Rows of input of a tile."""
+    """Rows of input in a tile."""
     return min(128, max(16, triton.next_power_of_2(rows)))
 
 
@@ -215,7 +215,7 @@ def tiled_gemm(
     x_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As `weight_only_gemm` without a norm; four bits in groups of at least `LEAST_GROUP`. With `x_scale` [rows, 1], rows and
+    """`weight_only_gemm` without a norm; int4 groups have at least `LEAST_GROUP` columns. With `x_scale` [rows, 1], rows and
     matrix are both fp8, and the result has the `dtype`."""
     rows, k = x.shape
     n = packed.shape[0] // (2 if gated else 1)
@@ -230,7 +230,7 @@ def tiled_gemm(
     share = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, share)
     part, arrived = out, out
-    if group:  # what is taken off with zero points needs the sums of groups
+    if group:  # subtracting the zero points and offsets needs the sum of each group's inputs
         x_scale = x.unflatten(1, (-1, group)).sum(-1, dtype=torch.float32)
     if splits > 1:
         numel = blocks * row_blocks * splits * block_n * m * (2 if gated else 1)
