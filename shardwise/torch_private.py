@@ -1,5 +1,4 @@
-"""All uses of PyTorch's private APIs, in one file. Each entry says why no public API does the job. All of them exist in PyTorch
-2.11 to 2.13; for another version, go through this file."""
+"""All uses of PyTorch's private APIs, each with why no public one does. They are in PyTorch 2.11 to 2.13; check here for others."""
 
 from __future__ import annotations
 
@@ -388,8 +387,7 @@ def sharded_parameters(module: Any) -> Iterator[ShardedParameter]:
 
 
 def _allocate_shard(parameter: Any, device: torch.device) -> Tensor:
-    """`fully_shard` would pad a shard shorter than the others, and pin an offloaded one, by copying it in the first pass, when
-    optimizers already hold the shard. So the memory is allocated in the form it wants."""
+    """In the first pass `fully_shard` would copy a shard to pad or pin it, when optimizers already hold it; so allocate it so."""
     host = parameter.offload_to_cpu
     size, dtype, pin = parameter.padded_sharded_param_size, parameter.sharded_param.dtype, host and parameter.pin_memory
     padded = torch.empty(size, dtype=dtype, device="cpu" if host else device, pin_memory=pin)

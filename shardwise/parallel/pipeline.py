@@ -332,8 +332,7 @@ class Pipeline:
         if self.handover is not None:
             self.handover.finish_load((action.stage, action.microbatch))
         if isinstance(stage.model, FSDPModule):
-            # Without gradient sync a stage's gradients stay unsharded until the last microbatch (or until
-            # `reduce_deferred_gradients`).
+            # Without gradient sync gradients stay unsharded until the last microbatch or `reduce_deferred_gradients`.
             stage.model.set_requires_gradient_sync(stage.split is None and (self.sync_every or last))
             stage.model.set_is_last_backward(stage.split is None and last)
             # Replicas sum gradients once a step, and only sharded parameters are freed between microbatches.

@@ -85,7 +85,8 @@ def check_answers(engine: Any, draw: random.Random, family: str, of_prompts: boo
                 first, *others = got[0].prompt_logprobs
                 assert first is None
                 assert [each.token for each in others if each] == list(request.prompt[1:])
-                assert [each.logprob for each in others if each] == pytest.approx(expected_of_prompt(family, request.prompt), abs=1e-9)
+                want = expected_of_prompt(family, request.prompt)
+                assert [each.logprob for each in others if each] == pytest.approx(want, abs=1e-9)
             if request.sampling.logprobs is not None:
                 own = [each for output in got for each in output.logprobs]
                 assert [each.logprob for each in own] == pytest.approx(logprobs[: len(made)], abs=1e-9)

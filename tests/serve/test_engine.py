@@ -128,12 +128,12 @@ def test_logprobs_of_the_prompt() -> None:
 
 
 def test_logprobs_of_a_prompt_that_is_computed_again_in_other_chunks() -> None:
-    """It is preempted behind 6 of its tokens, and begins anew beside one that decodes: 5 tokens a step."""
-    prompt = tuple(range(3, 23))
-    engine = engine_of("llama", ServeConfig(max_sequences=2, max_step_tokens=6, page_tokens=4, prefix_cache=False), 8)
+    """Beside one that decodes it gets 4 tokens a step, until that one needs its pages; then it begins anew with 5 tokens a step."""
+    prompt = tuple(range(3, 23)) * 2
+    engine = engine_of("llama", ServeConfig(max_sequences=2, max_step_tokens=5, page_tokens=4, prefix_cache=False), 14)
+    engine.add(Request("first", prompt[:4], 30, Sampling(0.0)))
+    outputs = [output for _ in range(3) for output in engine.step()]
     engine.add(Request("late", prompt, 2, Sampling(0.0, prompt_logprobs=1), priority=1))
-    outputs = list(engine.step())
-    engine.add(Request("first", tuple(range(3, 12)), 19, Sampling(0.0)))
     while not engine.idle:
         outputs += engine.step()
     assert engine.stats().preemptions == 1

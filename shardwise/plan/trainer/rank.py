@@ -1,6 +1,5 @@
-"""One rank of a run as the trainer sets it up, without torch: its coordinates, its pipeline stages, the parts it recomputes, and
-the parameters it holds before ZeRO shards them. `parallel/` makes the same decisions with tensors; both read the same tables
-(`run/parameters.py`, `run/coordinates.py`)."""
+"""One rank of a run as the trainer sets it up, without torch: its coordinates, pipeline stages, recomputed parts, and parameters
+before ZeRO. `parallel/` makes the same decisions with tensors, from the same `run/parameters.py` and `run/coordinates.py`."""
 
 from __future__ import annotations
 
