@@ -14,7 +14,7 @@ from typing import Any
 from shardwise.data.chat.files import FILE as TEMPLATE
 from shardwise.data.documents import TEXT_PART
 from shardwise.data.inputs import Input, unit_bytes
-from shardwise.data.shards import DOCUMENTS, LABELS, PROMPTS, ROW_ENDS, ROWS, SKIPPED, TokenSet
+from shardwise.data.shards import DOCUMENTS, LABELS, MARGINS, PROMPTS, ROW_ENDS, ROWS, SKIPPED, TokenSet
 from shardwise.data.tokenizer import FILE, MARKER, Tokenizer
 from shardwise.files import write_atomically
 from shardwise.run.problems import Problem, UserError
@@ -144,7 +144,7 @@ def _read_plan(path: Path) -> dict[str, Any]:
 
 def _clear(folder: Path) -> None:
     """Remove only the files that a build makes; the index first, so that no half-removed set looks complete."""
-    names = [INDEX, DOCUMENTS, FILE, MARKER, TEMPLATE, PROMPTS, LABELS, ROWS, ROW_ENDS, SKIPPED]
+    names = [INDEX, DOCUMENTS, FILE, MARKER, TEMPLATE, PROMPTS, LABELS, MARGINS, ROWS, ROW_ENDS, SKIPPED]
     names += [p.name for p in sorted([*folder.glob("tokens-*.bin"), *folder.glob("mask-tokens-*.bin")])]
     names += [p.name for p in sorted(folder.glob("*.tmp"))]
     for name in names:

@@ -230,13 +230,6 @@ def links(config: ModelConfig, ours: Iterable[str], interleaved: bool = True) ->
         table = _OTHERS | (_MIXTRAL if config.experts and not config.qk_norm else {})
     if config.scores:
         table = table | {"head": "score"}
-    above = (
-        "transformer.h"
-        if like_gpt2(config) or is_bloom(config)
-        else "model.decoder.layers"
-        if is_opt(config)
-        else "model.layers"
-    )
     above = "model.decoder.layers" if is_opt(config) else "model.layers"
     if fuses_heads(config):
         above = "gpt_neox.layers" if is_neox(config) else "transformer.h"

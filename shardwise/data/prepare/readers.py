@@ -19,14 +19,15 @@ _ROWS = 64
 
 @dataclass(slots=True)
 class Row:
-    """A document, or the reason why it cannot be read. `place` is a byte offset in the uncompressed file, or a row of a row
-    group."""
+    """A document, or the reason why it cannot be read: one of few (`wrong`), and what is particular to it (`detail`). `place` is a
+    byte offset in the uncompressed file, or a row of a row group."""
 
     place: int
     size: int
     text: str = ""
     wrong: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
+    detail: str = ""
 
 
 def read(file: File, chunk: Chunk, name: str, longest: int) -> Iterator[Row]:
@@ -54,7 +55,11 @@ def _decoded(data: bytes, place: int, size: int) -> Row:
     try:
         return Row(place, size, data.decode("utf-8"))
     except UnicodeDecodeError as e:
-        return Row(place, size, wrong=f"not UTF-8 text at byte {place + e.start}")
+        return _not_utf8(place, size, e)
+
+
+def _not_utf8(place: int, size: int, e: UnicodeDecodeError) -> Row:
+    return Row(place, size, wrong="not UTF-8 text", detail=f" at byte {place + e.start}")
 
 
 def _text(file: File, longest: int) -> Iterator[Row]:
@@ -111,9 +116,9 @@ def _value(line: bytes, place: int, name: str) -> Row:
     try:
         found = json.loads(line)
     except UnicodeDecodeError as e:
-        return Row(place, size, wrong=f"not UTF-8 text at byte {place + e.start}")
+        return _not_utf8(place, size, e)
     except (ValueError, RecursionError) as e:
-        return Row(place, size, wrong=f"not JSON: {_said(e)}")
+        return Row(place, size, wrong="not JSON", detail=f": {_said(e)}")
     if not isinstance(found, dict):
         return Row(place, size, wrong=f"not a JSON object but {name_of(found)}")
     if name not in found:
@@ -183,6 +188,8 @@ def _page(record: Record, longest: int) -> Row | None:
     except (UnicodeDecodeError, LookupError):
         try:
             text = record.text.decode("utf-8")
-        except UnicodeDecodeError:
-            return Row(place, size, wrong=f'neither UTF-8 nor "{record.charset}" as declared'.replace(' nor ""', ""))
+        except UnicodeDecodeError as e:
+            if not record.charset:
+                return _not_utf8(place, size, e)
+            return Row(place, size, wrong="neither UTF-8 nor what it declares", detail=f': "{record.charset}"')
     return Row(place, size, text, _surrogates(text), meta)

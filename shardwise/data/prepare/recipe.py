@@ -17,6 +17,8 @@ from shardwise.data.prepare.steps import MAPS, RULES, SHUFFLES, Step, settings_o
 from shardwise.run.problems import Problem, UserError, nearest
 
 VERSION = 1
+MOST_STEPS = 32
+"""Bits of the mask of the steps that changed a document."""
 Bad = Literal["skip", "stop"]
 
 
@@ -81,6 +83,8 @@ def read_recipe(path: str | Path) -> Recipe:
 def _recipe(table: dict[str, Any], folder: Path, problems: list[Problem]) -> Recipe:
     sources = [_source(each, number, folder, problems) for number, each in enumerate(_list(table, "sources", problems))]
     steps = [_step(each, number, folder, problems) for number, each in enumerate(_list(table, "steps", problems))]
+    if len(steps) > MOST_STEPS:
+        problems.append(Problem(f"are {len(steps)}; a recipe has at most {MOST_STEPS}", "steps"))
     if not sources and not problems:
         problems.append(Problem('is missing: [[sources]] with a name and paths = ["..."]', "sources"))
     names = [source.name for source in sources]

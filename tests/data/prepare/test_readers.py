@@ -85,7 +85,8 @@ def test_lines_that_are_no_documents(tmp_path: Path) -> None:
     found = rows_of(path)
     said = [row.wrong for row in found]
     assert [said[0], said[-1], said[-2]] == ["", "", ""]
-    parts = ("not JSON", "not UTF-8 text at byte 44", "a list", 'no field "text"', "a number", "surrogate")
+    assert found[2].detail == " at byte 44"
+    parts = ("not JSON", "not UTF-8 text", "a list", 'no field "text"', "a number", "surrogate")
     for part, wrong in zip(parts, said[1:7], strict=True):
         assert part in wrong
     assert found[-1].text == "last"
@@ -160,7 +161,7 @@ def test_web_archives(tmp_path: Path) -> None:
     assert [row.text for row in found if not row.wrong] == pages
     assert found[0].meta == {"form": "html", "url": "http://a.example/1"}
     assert found[4].meta["form"] == "text"
-    assert found[-1].wrong == "neither UTF-8 as declared"
+    assert found[-1].wrong == "not UTF-8 text"
     whole = b"".join(ARCHIVE)
     assert all(whole[row.place :].startswith(b"WARC/1.0") for row in found)
 
@@ -192,6 +193,18 @@ def test_bad_input_is_skipped_and_told_or_stops(tmp_path: Path) -> None:
     recipe.write_text('bad = "stop"\n' + recipe.read_text())
     with pytest.raises(UserError, match=r'a\.jsonl:\d+: not UTF-8 text at byte \d+; bad = "skip"'):
         prepare(read_recipe(recipe), tmp_path, tmp_path / "stopped", workers=1)
+
+
+def test_reasons_do_not_grow_with_what_is_wrong(tmp_path: Path) -> None:
+    """Every line breaks at another byte, more of them than a reason's number has bits for."""
+    count = 2**16 + 10
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb", 1) as file:
+        file.write(b"".join(b'{"text": "\xff"}\n' if n % 2 else b'{"text": %d' % n + b"\n" for n in range(2 * count)))
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[[sources]]\nname = "web"\npaths = ["a.jsonl.gz"]\n')
+    found = prepare(read_recipe(recipe), tmp_path, tmp_path / "out", workers=1)
+    reasons = found["steps"][0]["reasons"]
+    assert {reason: each["documents"] for reason, each in reasons.items()} == {"not UTF-8 text": count, "not JSON": count}
 
 
 def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

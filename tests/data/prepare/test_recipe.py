@@ -67,6 +67,13 @@ def test_what_is_no_recipe(tmp_path: Path, text: str, said: str) -> None:
         read_recipe(path)
 
 
+def test_more_steps_than_a_document_has_bits_for(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text('[[sources]]\nname = "web"\npaths = ["*.jsonl"]\n' + '[[steps]]\nkind = "privacy"\n' * 33)
+    with pytest.raises(UserError, match="steps: are 33; a recipe has at most 32"):
+        read_recipe(path)
+
+
 def test_files_that_are_not_there_or_unknown(tmp_path: Path) -> None:
     (tmp_path / "x.pdf").write_bytes(b"")
     path = tmp_path / "recipe.toml"
