@@ -217,7 +217,9 @@ def _read(plan: Plan, unit: Unit, draft: Path, log: Log) -> Iterator[Item]:
                 wrong = found.wrong or ("" if found.text.strip() else "an empty document")
                 if found.wrong and plan.recipe.bad == "stop":
                     raise UserError(
-                        Problem(f'{found.wrong}{found.detail}; bad = "skip" in the recipe goes on without it', where=name)
+                        Problem(
+                            f'{found.wrong}{found.detail}; bad = "skip" in the recipe goes on without it', where=name
+                        )
                     )
                 if wrong:
                     log.ended(row, READ, wrong, found.text, len(found.text), name)

@@ -204,7 +204,10 @@ def test_reasons_do_not_grow_with_what_is_wrong(tmp_path: Path) -> None:
     recipe.write_text('[[sources]]\nname = "web"\npaths = ["a.jsonl.gz"]\n')
     found = prepare(read_recipe(recipe), tmp_path, tmp_path / "out", workers=1)
     reasons = found["steps"][0]["reasons"]
-    assert {reason: each["documents"] for reason, each in reasons.items()} == {"not UTF-8 text": count, "not JSON": count}
+    assert {reason: each["documents"] for reason, each in reasons.items()} == {
+        "not UTF-8 text": count,
+        "not JSON": count,
+    }
 
 
 def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
