@@ -19,6 +19,9 @@ from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
 from shardwise.run.write import sections_to_toml
 
+GPT = dict(norm="layernorm", activation="gelu", bias="all")
+NEOX = GPT | dict(parallel_block=True, parallel_norms=2, rope_share=0.5)
+BLOOM = GPT | dict(position="alibi", embedding_norm=True, tied_embeddings=True)
 TEXT = "".join(f"line {n} of a text that is long enough to be cut into sequences\n" for n in range(40))
 
 
@@ -63,13 +66,15 @@ def test_a_checkpoint_is_packed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     "model",
     [
         dict(kv_heads=2),
-        dict(norm="layernorm", activation="gelu", bias="all", position="learned", tied_embeddings=True),
+        GPT | dict(position="learned", tied_embeddings=True),
+        NEOX,
+        BLOOM,
         dict(experts=4, experts_per_token=2, qk_norm=True),
         dict(attention="latent", kv_rank=16, nope_dim=16, rope_dim=8, v_dim=8, experts=4, experts_per_token=2, router="sigmoid",
              shared_experts=1, dense_layers=1),
         dict(parallel_block=True, activation="geglu"),
     ],
-    ids=["llama", "gpt2", "qwen3-moe", "deepseek", "parallel"],
+    ids=["llama", "gpt2", "neox", "bloom", "qwen3-moe", "deepseek", "parallel"],
 )  # fmt: skip
 @pytest.mark.parametrize("weights", ["int4", "fp8"])
 def test_what_is_written_is_what_is_read(tmp_path: Path, model: dict[str, object], weights: str) -> None:
@@ -83,6 +88,22 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, model: dict[str, object
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         torch.testing.assert_close(found(tokens).result, wanted(tokens).result, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", [NEOX, BLOOM], ids=["neox", "bloom"])
+def test_queries_keys_and_values_stand_head_by_head_as_in_the_unpacked_folder(
+    tmp_path: Path, model: dict[str, object]
+) -> None:
+    source = checkpoint_of(tmp_path / "tiny", **model)
+    options = ("--method", "round", "--set", tmp_path / "text.txt", "--eval-sequences", 1)
+    assert run(source, tmp_path / "out", "--weights", "fp8", *options) == 0
+    assert main(["convert", "to-hf", str(source), str(tmp_path / "plain")]) == 0
+    packed, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "plain"))
+    names = [name for name in plain if name.endswith("query_key_value.weight")]
+    assert len(names) == 2
+    for name in names:
+        found = packed[name].float() * packed[f"{name}_scale"].float()
+        torch.testing.assert_close(found, plain[name], rtol=0.07, atol=1e-3)
 
 
 def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from shardwise.checkpoint.huggingface.packed.decode import PackedReader
 from shardwise.checkpoint.huggingface.packed.folder import check_names, copy_packed
 from shardwise.checkpoint.huggingface.packed.scheme import Packing, read_packing
 from shardwise.checkpoint.huggingface.quantized import open_published
-from shardwise.checkpoint.huggingface.tensors import Link, Shifted, left_out, links
+from shardwise.checkpoint.huggingface.tensors import Link, Shifted, left_out, links, links_of_folder
 from shardwise.checkpoint.huggingface.tokenizer import made_tokenizer, token_ids, tokenizer_config
 from shardwise.checkpoint.reader import Reader, find_weights, open_checkpoint
 from shardwise.checkpoint.weights import compare_shapes, open_weights, state_shapes
@@ -80,9 +80,7 @@ def from_hf(
         return _adopt(source, out, values, config, packing, notes)
     reader = open_published(source, values, where)
     shapes = state_shapes(config)
-    found = list(links(config, shapes, interleaved=values.get("rope_interleave") is not False))
-    if config.position != "rotary" and not any(name.startswith("transformer.") for name in reader.names):
-        found = [replace(link, theirs=tuple(t.removeprefix("transformer.") for t in link.theirs)) for link in found]
+    found = links_of_folder(config, shapes, values, reader.names)
     notes += _check_theirs(reader, config, found, shapes)
 
     entries = []
@@ -103,7 +101,7 @@ def _adopt(
     """Make a checkpoint of a folder whose weights are packed: they are copied unchanged, and a `run.toml` is added."""
     where, shapes = str(source / "config.json"), state_shapes(config)
     reader = Reader(source, find_weights(source))
-    found = list(links(config, shapes, interleaved=values.get("rope_interleave") is not False))
+    found = links_of_folder(config, shapes, values, reader.names)
     notes = notes + packing.notes + check_names(reader, PackedReader(reader, packing), config, found)
     dtype = str(values.get("torch_dtype") or values.get("dtype") or "bfloat16").removeprefix("torch.")
     with new_folder(out) as folder:

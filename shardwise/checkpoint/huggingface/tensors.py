@@ -7,8 +7,9 @@ family. A `Link` connects the two and converts either side to the other, one chu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,15 +103,22 @@ class FusedHeads(Link):
         return (3 * shape[0], *shape[1:])
 
     def to_ours(self, name: str, source: Reader) -> Iterator[Tensor]:
-        rows = source.get(self.theirs[0]).unflatten(0, (self.heads, 3, -1))
-        which = self.ours.index(name)
-        own = rows[:, which]
-        yield (own if which == 2 else own[:, self.order(own.shape[1])]).flatten(0, 1)
+        theirs = source.get(self.theirs[0])
+        yield theirs[self.rows(len(theirs))[self.ours.index(name)]]
 
     def to_theirs(self, name: str, source: Reader) -> Iterator[Tensor]:
-        each = [source.get(ours).unflatten(0, (self.heads, -1)) for ours in self.ours]
-        back = torch.argsort(torch.tensor(self.order(each[0].shape[1])))
-        yield torch.stack([rows if n == 2 else rows[:, back] for n, rows in enumerate(each)], dim=1).flatten(0, 2)
+        ours = torch.cat([source.get(ours) for ours in self.ours])
+        yield ours[self.rows_back(len(ours))]
+
+    def rows(self, count: int) -> list[Tensor]:
+        """For q, k and v, the index of their row for each of ours."""
+        heads = torch.arange(count).unflatten(0, (self.heads, 3, -1))
+        order = self.order(heads.shape[2])
+        return [(heads[:, n] if n == 2 else heads[:, n, order]).flatten() for n in range(3)]
+
+    def rows_back(self, count: int) -> Tensor:
+        """For each of their rows, its index in ours, one after the other."""
+        return torch.argsort(torch.cat(self.rows(count)))
 
     def order(self, width: int) -> list[int]:
         """The index of their row for each of ours."""
@@ -242,6 +250,17 @@ def links(config: ModelConfig, ours: Iterable[str], interleaved: bool = True) ->
         else:
             layer = f"{above}.{match[1]}"
             yield from _layer_link(config, name, match[2], layer, table, interleaved)
+
+
+def links_of_folder(
+    config: ModelConfig, ours: Iterable[str], values: Mapping[str, Any], names: Iterable[str]
+) -> list[Link]:
+    """The same for a folder with these values in its config and tensors of these names. Files of the bare network of GPT-2 and
+    BLOOM leave out the prefix of its module."""
+    found = list(links(config, ours, interleaved=values.get("rope_interleave") is not False))
+    if not any(name.startswith("transformer.") for name in names):
+        found = [replace(link, theirs=tuple(t.removeprefix("transformer.") for t in link.theirs)) for link in found]
+    return found
 
 
 def _layer_link(

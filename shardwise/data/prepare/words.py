@@ -23,7 +23,7 @@ from shardwise.run.problems import Problem, UserError
 
 Ids = NDArray[np.int32]
 Hashes = NDArray[np.uint64]
-MOST_WORDS = 2**19
+MOST_WORDS = 2**17
 BASE = np.uint64(0x9E3779B97F4A7C15)
 """The base of the polynomial that hashes a run of letters, modulo 2^64; odd, so that it has an inverse."""
 INVERSE = np.uint64(pow(int(BASE), -1, 2**64))

@@ -7,7 +7,6 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,16 @@ from shardwise.checkpoint.format import read_json, some
 from shardwise.checkpoint.huggingface.packed.decode import PARTS, PackedReader
 from shardwise.checkpoint.huggingface.packed.encode import parts_of, quantization_config
 from shardwise.checkpoint.huggingface.packed.scheme import Packing, read_packing
-from shardwise.checkpoint.huggingface.tensors import Fused, Interleaved, Link, Stacked, left_out, links
+from shardwise.checkpoint.huggingface.tensors import (
+    Fused,
+    FusedHeads,
+    Interleaved,
+    Link,
+    Stacked,
+    left_out,
+    links,
+    links_of_folder,
+)
 from shardwise.checkpoint.reader import Reader, find_weights
 from shardwise.checkpoint.writer import Entry
 from shardwise.model.quantized.matrix import QuantizedMatrix
@@ -58,10 +66,7 @@ def packed_state(
         network = Transformer(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     parameters = {name for name, _ in network.named_parameters()}
-    interleaved = read_json(folder / CONFIG).get("rope_interleave") is not False
-    found = list(links(config, shapes, interleaved))
-    if config.position == "learned" and not any(name.startswith("transformer.") for name in reader.names):
-        found = [replace(link, theirs=tuple(t.removeprefix("transformer.") for t in link.theirs)) for link in found]
+    found = links_of_folder(config, shapes, read_json(folder / CONFIG), reader.names)
     check_names(reader, packed, config, found)
     for link in found:
         if packed.holds(_module(link.theirs[0])):
@@ -97,6 +102,9 @@ def _our_matrices(link: Link, packed: PackedReader, dtype: torch.dtype) -> Itera
         rows = matrix.shape[0] // len(link.ours)
         for n, name in enumerate(link.ours):
             yield name, matrix.map_rows(lambda part, n=n: part[n * rows : (n + 1) * rows])
+    elif isinstance(link, FusedHeads):
+        for name, own in zip(link.ours, link.rows(matrix.shape[0]), strict=True):
+            yield name, matrix.map_rows(lambda part, own=own: part[own.to(part.device)])
     elif isinstance(link, Interleaved):
         turned = _turned(link, matrix.shape[0], theirs=False)
         yield link.ours[0], matrix.map_rows(lambda part: part[turned])
@@ -203,5 +211,9 @@ def _their_matrices(link: Link, state: dict[str, Tensor]) -> Iterator[tuple[str,
     elif isinstance(link, Interleaved):
         turned = _turned(link, own[0].shape[0], theirs=True)
         yield link.theirs[0], own[0].map_rows(lambda part: part[turned.to(part.device)])
+    elif isinstance(link, FusedHeads):
+        joined = QuantizedMatrix.joined(own)
+        back = link.rows_back(joined.shape[0])
+        yield link.theirs[0], joined.map_rows(lambda part: part[back.to(part.device)])
     else:
         yield link.theirs[0], QuantizedMatrix.joined(own)
