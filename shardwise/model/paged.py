@@ -153,7 +153,7 @@ class PagedLayerCache(LayerCache):
         from shardwise.model.kernels.attention.decode import decode_attention
         from shardwise.model.kernels.attention.paged import rope_write
 
-        batch, cache, split = self.cache.batch, self.cache, 0
+        batch, cache = self.cache.batch, self.cache
         assert batch is not None
         split, width = batch.decodes, self.keys.shape[-1]
         arguments: tuple[Any, Any, Tensor, Tensor] = (rope, norms, self.keys, self.values)

@@ -55,10 +55,10 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str) -> tuple[T
 
         def pair_with(turns: float) -> float:
             length = config.rope_original / (turns * 2 * math.pi)
-            return width * math.log(length) / (2 * math.log(config.rope_theta))
+            return rotated * math.log(length) / (2 * math.log(config.rope_theta))
 
         low = max(math.floor(pair_with(config.yarn_beta_fast)), 0)
-        high = min(math.ceil(pair_with(config.yarn_beta_slow)), width - 1)
+        high = min(math.ceil(pair_with(config.yarn_beta_slow)), rotated - 1)
         pair = torch.arange(width // 2, dtype=torch.float64, device=device)
         stretch = ((pair - low) / max(high - low, 1e-3)).clamp(0, 1)
         amplitude = yarn_get_mscale(config.rope_factor, config.yarn_mscale)
@@ -83,7 +83,10 @@ def rope_cos_sin(
     cos, sin = (
         function(angles) if compute is None else compute(function, angles) for function in (torch.cos, torch.sin)
     )
-    return (cos * amplitude).to(dtype), (sin * amplitude).to(dtype)
+    scale: Tensor | float = amplitude
+    if amplitude != 1 and config.rope_share < 1:  # elements that are not rotated stay as they are
+        scale = torch.where(freq > 0, amplitude, 1.0).repeat(2)
+    return (cos * scale).to(dtype), (sin * scale).to(dtype)
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:

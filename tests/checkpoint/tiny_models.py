@@ -73,6 +73,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("Bloom", BLOOM),
     "bloom-untied": ("Bloom", BLOOM | {"n_head": 4, "tie_word_embeddings": False}),
     "gpt-neox": ("GPTNeoX", NEOX),
+    "gpt-neox-yarn": ("GPTNeoX", NEOX | {"rotary_pct": 0.5, "rope_parameters": PARTIAL | YARN | BETAS}),
     "gpt-neox-half": ("GPTNeoX", NEOX | {"rotary_pct": 0.5, "rope_parameters": PARTIAL, "tie_word_embeddings": True}),
     "pythia": ("GPTNeoX", NEOX | {"hidden_act": "gelu"}),
     "gemma": ("Gemma", GROUPED | {"head_dim": 16}),

@@ -18,7 +18,9 @@ from shardwise.plan.cost.job import job_of
 from shardwise.plan.cost.memory import layer_activations
 from shardwise.plan.cost.operations import embedding, head, layer
 from shardwise.plan.cost.ops import FORWARD, Op
+from shardwise.plan.cost.parameters import LocalNumel
 from shardwise.plan.cost.passes import recomputed_share
+from shardwise.plan.time.data import data_seconds
 from shardwise.plan.trainer.work import work
 from shardwise.run import run_from_dict
 
@@ -179,3 +181,25 @@ def test_a_budget_of_layers_that_spare_nothing(monkeypatch: pytest.MonkeyPatch, 
     ops = layer(job, routed=False)
     monkeypatch.setattr(passes, "residual_bytes", lambda job: float(passes._saved(job, ops)))
     assert passes.recomputed_layers(job, ops) == share
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_recomputed_logits_are_one_gemm_more_whatever_is_trained(adapter: str) -> None:
+    keys = dict(
+        model=dict(layers=2, hidden=256, heads=4, vocab=1000), train=dict(seq_len=128, microbatch=1, global_batch=2),
+        cluster=dict(chip="h100"), adapter=dict(kind=adapter),
+    )  # fmt: skip
+    gemm, gemms = 2.0 * 128 * 256 * 1000, 3 if adapter == "none" else 2
+    for kind, more in (("pretrain", 0), ("dpo", 1)):
+        found = head(job_of(run_from_dict(keys | dict(objective=dict(kind=kind)))))
+        assert sum(sum(op.flops) for op in found if op.part == "head") == gemm * (gemms + more)
+
+
+def test_frozen_matrices_of_4_bits_are_gathered_as_they_are_held() -> None:
+    model = dict(layers=2, hidden=256, heads=4, vocab=1000)
+    seconds = {}
+    for kind in ("lora", "qlora"):
+        keys = dict(model=model, adapter=dict(kind=kind), layout=dict(shard=8), cluster=dict(chip="h100"))
+        job = job_of(run_from_dict(keys | dict(train=dict(dtype="bfloat16", seq_len=128))))
+        seconds[kind] = data_seconds(job, LocalNumel(1e9, 0.0), (2.0, 0.0)).forward
+    assert seconds["qlora"] < 0.5 * seconds["lora"]

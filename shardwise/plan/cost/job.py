@@ -95,6 +95,11 @@ class Job:
         return frozen_width(self.model, self.adapter, self.framework.gather_bytes)
 
     @property
+    def gathered_bytes(self) -> float:
+        """Mean bytes of a parameter as ZeRO all-gathers it; frozen ones are gathered as they are held."""
+        return self.frozen_bytes if self.adapter.used else self.framework.gather_bytes
+
+    @property
     def width(self) -> float:
         """Bytes of an element of an activation."""
         return BYTES[self.dtype]

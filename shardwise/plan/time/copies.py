@@ -56,9 +56,7 @@ def copied_bytes(job: Job, ranks: Number) -> CopySeconds:
     """Bytes for each parameter, sharded over this many ranks."""
     framework, learned = job.framework, job.learned
     gathered, reduced, held = framework.gather_bytes, framework.reduce_bytes, framework.parameter_bytes
-    cast, moved = (held + gathered) * (held != gathered), gathered
-    if job.adapter.used:  # frozen parameters are gathered as they are held
-        cast, moved = 0.0, job.frozen_bytes
+    cast, moved = (held + gathered) * (held != gathered) * (not job.adapter.used), job.gathered_bytes
     gather = 2.0 * moved + (cast + 2.0 * moved) / ranks
     back, several = (reduced + held) * (reduced != held) / ranks, 0.0
     if job.layout.zero >= 2 and framework.reduce_every_microbatch:

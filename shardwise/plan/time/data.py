@@ -71,7 +71,7 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
     apart = exchange_seconds(job, own * learned)
     mirrored = mirror_seconds(job, own * learned * max(4.0, job.width))
     replicas = replica_seconds(job, own * reduced)
-    gather = sharded("all_gather", quantized_width(lay.compress_weights, framework.gather_bytes))
+    gather = sharded("all_gather", quantized_width(lay.compress_weights, job.gathered_bytes))
     if lay.compress_shards == "none":
         scatter = sharded("reduce_scatter", reduced)
     else:
@@ -83,6 +83,6 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
     if lay.gathers_each_pass:
         few, same = lay.secondary_shard, lay.expert_secondary_shard
         ranks = few, same * (same > 1) + expert_zero * (same <= 1)
-        near = sharded("all_gather", framework.gather_bytes, *ranks) if few > 1 else gather
+        near = sharded("all_gather", job.gathered_bytes, *ranks) if few > 1 else gather
         return DataSeconds(gather, near + every, once, 0.0 * gather, *update, *beside)
     return DataSeconds(0.0 * gather, every, once, gather, *update, *beside)
