@@ -20,6 +20,7 @@ LONGEST = (
     "cuda/test_compiled_cuda",
     *WAITING,
     "docs/test_pages",
+    "workbench/test_shown_runs",
     "workbench/test_page",
     "train/test_loop",
     "measure/test_verify",

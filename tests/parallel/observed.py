@@ -35,6 +35,7 @@ from shardwise.plan.trainer.state import activations, gathered, peak_gradients, 
 from shardwise.plan.trainer.traffic import by_group
 from shardwise.run import Run
 from shardwise.run.parameters import HEAD, find_parameter
+from shardwise.run.parametrization import initial_factor
 from shardwise.schedules import make_schedule
 from shardwise.train.step import TrainState
 
@@ -173,7 +174,8 @@ class Observed:
                 ):  # 4 bits of it, which tests/model/test_nf4.py holds to their reference
                     continue
                 whole = torch.empty(entry.shape)
-                draw(whole, model, self.run.train.seed, name, adapter=self.run.adapter)
+                factor = initial_factor(entry, model, self.run.train)
+                draw(whole, model, self.run.train.seed, name, adapter=self.run.adapter, factor=factor)
                 whole = whole.to(getattr(torch, self.run.train.dtype)).float() if entry.frozen else whole
                 assert np.array_equal(value, whole.numpy()[where].astype(value.dtype)), f"{self} rank {rank} {name}"
 
