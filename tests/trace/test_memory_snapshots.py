@@ -132,6 +132,22 @@ def test_a_history_that_lost_its_beginning(tmp_path: Path) -> None:
     assert part.reserved_peak == whole.reserved_peak
 
 
+def test_a_block_that_waits_to_be_freed_counts_once(tmp_path: Path) -> None:
+    """Its free was requested, and another stream still uses it: the history and the end both list it."""
+    machine = Machine()
+    machine.take(4 * KIB, "parameters", MAKE)
+    pending = machine.take(16 * KIB, "temporary", FORWARD)
+    size, _, frames = machine.alive.pop(pending)
+    machine._event("free_requested", pending, size, [])
+    found = machine.dump()
+    blocks = [dict(size=size, state="active_awaiting_free", address=pending, frames=frames)]
+    found["segments"][-1] = dict(device=0, address=pending, total_size=size, blocks=blocks)
+    history = explain_snapshot(read_snapshots(written(tmp_path / "a.pickle", found))[0])
+    assert history.peak == 20 * KIB
+    assert history.allocations == 2
+    assert history.fragmentation == 0
+
+
 class Danger:
     def __reduce__(self) -> Any:
         return os.system, ("touch /tmp/never",)

@@ -144,6 +144,8 @@ def _allocations(snapshot: Snapshot) -> list[Allocation]:
         elif event.action == "free_completed":
             requested.discard(event.address)
     for block in snapshot.blocks:
+        if block.address in requested:  # waits for a stream; its end is in the history already
+            continue
         known = living.pop(block.address, _Open(-1, block.size, block.frames))
         found.append(passes.owned(known, len(events), snapshot.owners.get(block.address)))
     # What the history made and the end does not list was freed after the last event that was kept.
