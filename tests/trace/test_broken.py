@@ -17,7 +17,7 @@ from profile_files import device_events, distributed, kernel, span, step, text_o
 from shardwise.cli.main import main
 from shardwise.trace.reading import text as text_module
 from shardwise.trace.reading.profile import Profile
-from shardwise.trace.reading.read import NoProfile, read_profile
+from shardwise.trace.reading.read import NoProfile, open_profiles, read_profile
 from shardwise.trace.spans.activity import activity_of
 from shardwise.trace.spans.steps import break_down, select_steps
 
@@ -258,6 +258,17 @@ BITS = st.sampled_from(
     ]
 )
 CHANGES = st.lists(st.tuples(st.integers(0, len(SEED_TEXT)), st.integers(0, 30), BITS), min_size=1, max_size=8)
+
+
+def test_damaged_gzip_whose_name_xla_uses_too(tmp_path: Path) -> None:
+    """Bytes after which zlib itself gives up, in the first that are looked at."""
+    packer = zlib.compressobj(wbits=31)
+    packed = packer.compress(text_of(EVENTS)) + packer.flush(zlib.Z_FULL_FLUSH)
+    path = tmp_path / "rank0.pt.trace.json.gz"
+    path.write_bytes(packed + b"\xff" * 64)
+    opened = open_profiles([tmp_path])
+    assert len(opened.profiles[0].events) == len(EVENTS)
+    assert any(str(path) in problem for problem in opened.problems)
 
 
 @settings(max_examples=250, deadline=None)

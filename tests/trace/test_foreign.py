@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sqlite3
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,17 @@ def test_broken_ones_get_a_sentence(
     (tmp_path / name).write_bytes(content)
     assert main(["trace", str(tmp_path / name)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_damaged_trace_of_xla(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its beginning is whole: it is known to be of XLA, and zlib gives up later."""
+    whole = gzip.decompress(chrome_of_xla(tmp_path / "whole.trace.json.gz").read_bytes())
+    packer = zlib.compressobj(wbits=31)
+    packed = packer.compress(whole[:-2] + b" " * (1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
+    path = tmp_path / "host.trace.json.gz"
+    path.write_bytes(packed + b"\xff" * 64)
+    assert main(["trace", str(path)]) == 2
+    assert "cannot be read as a profile of XLA" in capsys.readouterr().err
 
 
 def test_a_database_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

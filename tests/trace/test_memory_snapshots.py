@@ -7,12 +7,14 @@ import json
 import os
 import pickle
 import random
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.cli.main import main
+from shardwise.run.problems import UserError
 from shardwise.trace.memory.history import explain_snapshot
 from shardwise.trace.memory.snapshot import read_profiled, read_snapshots
 
@@ -232,3 +234,12 @@ def test_what_profile_records(tmp_path: Path) -> None:
     with gzip.open(path, "wt") as file:
         json.dump(dict(owners={}, allocator={}), file)
     assert read_profiled(path, 3) is None
+
+
+def test_a_damaged_file_of_profile(tmp_path: Path) -> None:
+    packer = zlib.compressobj(wbits=31)
+    text = packer.compress(b'{"allocator": {"history": [') + packer.flush(zlib.Z_FULL_FLUSH)
+    path = tmp_path / "rank-00000.json.gz"
+    path.write_bytes(text + b"\xff" * 64)
+    with pytest.raises(UserError, match="is not the memory of a profiled rank"):
+        read_profiled(path, 0)

@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import pickle
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,6 +142,6 @@ def read_profiled(path: Path, rank: int) -> Snapshot | None:
         owners = {int(address): str(owner) for address, owner in found.get("owners", ())}
         marks = tuple((int(when), str(which), str(module)) for when, which, module in found.get("marks", ()))
         reserved = sum(int(segment["bytes"]) for segment in found["segments"])
-    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as e:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as e:
         raise UserError(Problem(f"is not the memory of a profiled rank: {e!r}", where=str(path))) from None
     return Snapshot(str(path), 0, events, tuple(blocks), reserved, owners, marks, rank)

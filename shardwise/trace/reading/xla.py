@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ def is_profile(path: Path) -> bool:
     try:
         with gzip.open(path) as file:
             begin = file.read(1 << 16)
-    except (OSError, EOFError):
+    except (OSError, EOFError, zlib.error):
         return False
     return b"schemaVersion" not in begin and (b"highres-ticks" in begin or b"/device:" in begin)
 
@@ -56,7 +57,8 @@ def ranks(path: Path) -> list[ForeignRank]:
     """The devices of a profile."""
     try:
         planes = _from_planes(path) if path.name.endswith(PLANE) else _from_trace(path)
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as e:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError, IndexError,
+            RecursionError) as e:  # fmt: skip
         raise refused(path, f"cannot be read as a profile of XLA: {e}") from None
     found = []
     for name, lines in sorted(planes.items()):
