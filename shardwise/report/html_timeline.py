@@ -21,6 +21,8 @@ from shardwise.run.problems import counted
 
 MOST_SPANS = 120_000
 MOST_RANKS = 128
+MOST_KINDS = 255
+"""Kinds with a colour and a name of their own; all others are "more". A kind has one byte."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,10 @@ def timeline_data(timeline: Timeline, rows: Sequence[Row]) -> dict[str, Any]:
         last = 0
         for span in row.spans:
             start, end = (time // unit for time in pick.nanoseconds(span))
-            kind = kinds.setdefault(pick.kind_of(span), (len(kinds), colors.of_span(span)))[0]
+            called, color = pick.kind_of(span), colors.of_span(span)
+            if called not in kinds and len(kinds) >= MOST_KINDS:
+                called, color = "more", colors.UNKNOWN
+            kind = kinds.setdefault(called, (len(kinds), color))[0]
             name = names.setdefault(span.name.replace("_", " "), len(names))
             starts.append(start - last)
             lengths.append(end - start)

@@ -163,6 +163,21 @@ def test_the_legend_names_each_kind_once() -> None:
     assert "forwardbackwardoptimizertensor" in text
 
 
+@pytest.mark.parametrize("kinds", [255, 256, 300])
+def test_more_kinds_than_a_byte_can_count(kinds: int) -> None:
+    """Process groups are kinds: a large job can have more of them than the page has numbers."""
+    spans = tuple(Span(at % 3, f"group {at}", "send", f"group {at}", float(at), 0.5) for at in range(kinds))
+    data = read(html.timeline(Timeline(spans, float(kinds)))).data[0]
+    seen = []
+    for row in data["rows"]:
+        (what,) = np.frombuffer(b64decode(row["d"]), "<u4").reshape(3, -1)[2].tolist()
+        seen.append((row["stream"], data["kinds"][what >> 24][0]))
+    assert len(seen) == kinds
+    own = [stream == kind for stream, kind in seen]
+    assert own == [at < 255 for at in range(kinds)]
+    assert {kind for stream, kind in seen[255:]} <= {"more"}
+
+
 def test_a_big_timeline_stays_small() -> None:
     spans = tuple(
         Span(at % 16, "compute", "forward", "matmul", at // 16 * 1e-3, 0.9e-3, at // 16, at % 16)
