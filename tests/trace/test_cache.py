@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -84,6 +85,12 @@ def test_no_place_for_a_cache(tmp_path: Path) -> None:
     path = write(tmp_path / "rank.json", TEXT)
     occupied = write(tmp_path / "occupied", b"a file")
     assert len(open_profiles([path], occupied).profiles[0].events) == 2
+
+
+def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
+    path = write(Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.json")), TEXT)
+    assert len(open_profiles([path], tmp_path / "cache").profiles[0].events) == 2
+    assert list((tmp_path / "cache").iterdir()) == [], "nothing half-written is left"
 
 
 def test_the_users_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

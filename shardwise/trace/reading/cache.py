@@ -66,7 +66,8 @@ def stamp(path: Path) -> bytes:
 
 
 def store(folder: Path, profile: Profile, stamped: bytes) -> None:
-    """Store a profile whose file had this stamp when it was read. A full disk or a read-only folder is no error."""
+    """Store a profile whose file had this stamp when it was read. A full disk, a read-only folder, or a
+    path or text that is not UTF-8 is no error."""
     entry = _entry(folder, Path(profile.path))
     new = entry.with_name(f"{entry.name}.{os.getpid()}.new")
     old = entry.with_name(f"{entry.name}.{os.getpid()}.old")
@@ -78,7 +79,7 @@ def store(folder: Path, profile: Profile, stamped: bytes) -> None:
         comm_texts=profile.comm_params.texts,
         shape_texts=profile.shapes.texts,
     )
-    with contextlib.suppress(OSError, pa.ArrowException):
+    with contextlib.suppress(OSError, ValueError, pa.ArrowException):
         new.mkdir(parents=True)
         for name in TABLES:
             metadata = {_STAMP: stamped, **({_METADATA: msgspec.json.encode(extra)} if name == "events" else {})}
