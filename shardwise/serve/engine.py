@@ -50,7 +50,7 @@ class Engine:
         """`draft`: the runner of the draft model, with the same number of pages and slots."""
         config = runner.model.config
         self.runner, self.seed = runner, seed
-        self.vocab, self.max_tokens = config.vocab, runner.longest
+        self.vocab = config.vocab
         # Pipeline stages work on different sequences, whose last tokens the host must know; so must a drafter.
         alone = runner.stages == 1 and settings.speculate == "none"
         self.ahead = alone and (runner.gpu if ahead is None else ahead)
@@ -65,6 +65,7 @@ class Engine:
             ),
             self.pool,
         )  # fmt: skip
+        self.max_tokens = self.scheduler.most_tokens
         self.answers: dict[str, list[Answer]] = {}
         self.by_sequence: dict[Sequence, Answer] = {}
         self.unforked: dict[Sequence, Answer] = {}

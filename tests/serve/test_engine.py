@@ -169,6 +169,17 @@ def test_what_can_never_run_is_refused_with_a_sentence() -> None:
         engine.add(Request("r", (1,), 2))
 
 
+@pytest.mark.parametrize(("family", "pages"), [("llama", 8), ("llama", 64), ("window", 8)])
+def test_the_longest_sequence_is_one_that_fits_the_pages(family: str, pages: int) -> None:
+    """Of the length that the engine says, and none longer; a window needs few pages at any length."""
+    engine = engine_of(family, ServeConfig(max_sequences=2, page_tokens=4), pages)
+    assert engine.max_tokens == (7 * 4 + 1 if (family, pages) == ("llama", 8) else 64)
+    assert engine.reasons(Request("longer", (1,) * 20, engine.max_tokens - 19))
+    prompt = (5, 9, 3) * 7
+    found = answers(engine, [Request("longest", prompt, engine.max_tokens - len(prompt), Sampling(0.0))])
+    assert len(tokens_of(found["longest", 0])) == engine.max_tokens - len(prompt)
+
+
 def test_scores_that_are_no_numbers_end_their_answer_only() -> None:
     engine = engine_of("llama", ServeConfig(max_sequences=4, page_tokens=4), 64)
     embed = engine.runner.model.embed

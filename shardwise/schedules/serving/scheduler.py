@@ -82,6 +82,13 @@ class Scheduler:
         """Whether there is nothing to do."""
         return not (self._waiting or self._running)
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest sequence that can run."""
+        pool, longest = self.pool, self.settings.longest
+        fits = self._tables.fewest(longest - 1) < pool.pages
+        return longest if fits else (pool.pages - 1) * pool.page_tokens + 1  # the last token is never computed
+
     def service(self, user: str) -> int:
         """Tokens that a user has been served, weighted."""
         return self._waiting.service(user)
