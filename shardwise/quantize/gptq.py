@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.quantized.rounding import assembled, integers_of, scales_of, stored_scale_dtype
+from shardwise.run import UserError
 from shardwise.run.weights import WeightFormat
 
 BLOCK = 128
@@ -22,10 +23,15 @@ BLOCK = 128
 def cholesky_of_inverse(products: Tensor, damping: float) -> Tensor:
     """The upper Cholesky factor of the inverse of H. The diagonal of H is first raised by a fraction `damping` of its mean, and by
     ten times more until H can be inverted."""
+    if not products.isfinite().all():
+        raise UserError(
+            "the inputs of a matrix are not finite numbers; are the weights? bfloat16 has more range than float16"
+        )
     products = products.clone()
     diagonal = products.diagonal()
     diagonal[diagonal == 0] = 1.0  # an input channel that was always 0
-    share = damping * diagonal.mean()
+    mean = diagonal.mean()
+    share = damping * mean
     while True:
         raised = products + share * torch.eye(len(products), dtype=products.dtype, device=products.device)
         factor, failed = torch.linalg.cholesky_ex(raised)
@@ -33,7 +39,7 @@ def cholesky_of_inverse(products: Tensor, damping: float) -> Tensor:
             inverse, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
             if not failed:
                 return inverse
-        share = share * 10
+        share = torch.maximum(share * 10, 1e-8 * mean)  # without damping, there is nothing to multiply
 
 
 def gptq(

@@ -17,6 +17,7 @@ from shardwise.quantize.gptq import gptq
 from shardwise.quantize.inputs import inputs_of, recorded
 from shardwise.quantize.layers import Settings, quantize_layers
 from shardwise.quantize.sites import fold, free_scales, sites_of
+from shardwise.run import UserError
 from shardwise.run.weights import FORMATS, SMOOTHED, WeightFormat
 
 INT4 = WeightFormat("int4", 16, zeros=True)
@@ -71,6 +72,21 @@ def test_gptq_of_inputs_that_never_came_is_rounding() -> None:
     assert made is not None
     assert nearest is not None
     assert torch.equal(made.dequantized(), nearest.dequantized())
+
+
+def test_gptq_without_damping_damps_what_cannot_be_inverted() -> None:
+    weight = torch.randn(4, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = drawn_inputs(8, 32)  # fewer inputs than channels
+    made = gptq(weight, x.T @ x, INT4, torch.float64, damping=0.0)
+    assert error_of(made, weight, x) < error_of(round_matrix(weight, INT4), weight, x)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_gptq_of_inputs_that_are_no_numbers_is_refused(value: float) -> None:
+    products = torch.eye(32, dtype=torch.float64)
+    products[3, 3] = value
+    with pytest.raises(UserError, match="not finite numbers"):
+        gptq(torch.ones(4, 32, dtype=torch.float64), products, INT4, torch.float64)
 
 
 def test_awq_scales_up_what_is_salient() -> None:
