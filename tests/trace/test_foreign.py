@@ -263,9 +263,38 @@ def test_a_damaged_trace_of_xla(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_database_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = sqlite3.connect(tmp_path / "other.sqlite")
-    base.execute("CREATE TABLE people (name TEXT)")
-    base.commit()
-    base.close()
+    other_database(tmp_path / "other.sqlite")
     assert main(["trace", str(tmp_path / "other.sqlite")]) == 2
     assert "not a report of Nsight Systems" in capsys.readouterr().err
+
+
+def other_database(path: Path) -> None:
+    base = sqlite3.connect(path)
+    base.execute("CREATE TABLE runs (name TEXT)")
+    base.commit()
+    base.close()
+
+
+def test_a_folder_with_files_of_others_is_still_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What another program left there is nobody's mistake; a broken profile is said, and the rest is read."""
+    kineto(tmp_path / "rank0.json")
+    other_database(tmp_path / "mlflow.db")
+    (tmp_path / "config.json").write_text('{"layers": 2}')
+    said = answers(capsys, tmp_path)
+    assert set(said["ranks"]) == {"0"}
+    assert said["problems"] == []
+    (tmp_path / "host.xplane.pb").write_bytes(b"\x0a\xff\xff\x03abc")
+    said = answers(capsys, tmp_path)
+    assert set(said["ranks"]) == {"0"}
+    (problem,) = said["problems"]
+    assert str(tmp_path / "host.xplane.pb") in problem
+    assert "ends too early" in problem
+
+
+def test_a_folder_with_nothing_but_broken_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other_database(tmp_path / "mlflow.db")
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "no profile found" in capsys.readouterr().err
+    (tmp_path / "host.xplane.pb").write_bytes(b"\x0a\xff\xff\x03abc")
+    assert main(["trace", str(tmp_path)]) == 2
+    assert "ends too early" in capsys.readouterr().err

@@ -11,19 +11,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.trace.reading.foreign_rank import ForeignRank
+from shardwise.run.problems import UserError
+from shardwise.trace.reading.foreign_rank import ForeignRank, NoReport
 
 
 class Translated(NamedTuple):
-    """Paths to read instead of some given ones, whose each is, and what the foreign profiles lack."""
+    """What to read instead of some given paths."""
 
     paths: list[Path]
+    foreign: set[Path]
+    """Files that are not PyTorch's, to be left out where a folder has them."""
     origins: dict[str, str]
+    """Whose each written file is."""
     notes: list[str]
+    """What the foreign profiles lack, and why some could not be read."""
 
 
 def translate(paths: Sequence[Path], folder: Path) -> Translated:
-    """Write foreign profiles among these paths, and in folders among them, to a folder, as PyTorch would have."""
+    """Write foreign profiles among these paths, and in folders among them, to a folder, as PyTorch would have. One found in a
+    folder that cannot be read is noted; a database of another program there is nobody's mistake."""
     from shardwise.trace.reading import nsys, xla
 
     readers: tuple[tuple[Callable[[Path], bool], Callable[[Path], list[ForeignRank]], str], ...] = (
@@ -31,25 +37,29 @@ def translate(paths: Sequence[Path], folder: Path) -> Translated:
         (xla.is_profile, xla.ranks, xla.LACKS),
     )
     kept: list[Path] = []
+    others: set[Path] = set()
     origins: dict[str, str] = {}
     notes: list[str] = []
     for number, path in enumerate(paths):
-        inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        whole = path.is_dir()
+        inside = sorted(p for p in path.rglob("*") if p.is_file()) if whole else [path]
         foreign = [(one, read, lacks) for one in inside for known, read, lacks in readers if known(one)]
-        if not foreign:
+        others.update(one for one, _, _ in foreign)
+        if whole or not foreign:
             kept.append(path)
-            continue
         # A folder of JAX has each profile twice, and the planes have more of it.
         planes = {one.name.removesuffix(xla.PLANE) for one, _, _ in foreign if one.name.endswith(xla.PLANE)}
-        foreign = [each for each in foreign if each[0].name.removesuffix(xla.TRACE) not in planes]
-        others = {one for one, _, _ in foreign}
-        kept += [
-            p
-            for p in inside
-            if path.is_dir() and p.name.endswith((".json", ".json.gz")) and not xla.is_profile(p) and p not in others
-        ]
         for one, read, lacks in foreign:
-            for found in read(one):
+            if one.name.removesuffix(xla.TRACE) in planes:
+                continue
+            try:
+                ranks = read(one)
+            except UserError as e:
+                if not whole:
+                    raise
+                notes += [] if isinstance(e, NoReport) else map(str, e.problems)
+                continue
+            for found in ranks:
                 rank = f"rank-{found.rank:05d}" if found.rank is not None else one.name.replace(".", "-")
                 target = folder / f"{number}-{len(origins)}" / f"{rank}.json"
                 target.parent.mkdir()
@@ -57,7 +67,7 @@ def translate(paths: Sequence[Path], folder: Path) -> Translated:
                 kept.append(target)
                 origins[str(target)] = str(one)
             notes.append(f"{one}: {lacks}")
-    return Translated(kept, origins, notes)
+    return Translated(kept, others, origins, notes)
 
 
 def _write(target: Path, found: ForeignRank) -> None:

@@ -33,6 +33,10 @@ class ForeignRank(NamedTuple):
     """None: not known, and taken from the file's name."""
 
 
+class NoReport(UserError):
+    """The file belongs to another program."""
+
+
 def refused(path: Path, why: str) -> UserError:
     """A foreign profile that cannot be read."""
     return UserError(Problem(why, where=str(path)))

@@ -13,7 +13,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from shardwise.trace.reading.foreign_rank import SQLITE, ForeignRank, Span, refused
+from shardwise.run.problems import Problem
+from shardwise.trace.reading.foreign_rank import SQLITE, ForeignRank, NoReport, Span, refused
 
 LACKS = (
     "Nsight Systems records no shapes, sizes of messages or process groups: "
@@ -45,10 +46,10 @@ def ranks(path: Path) -> list[ForeignRank]:
         with closing(_open(path)) as base:
             tables = {row[0] for row in base.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")}
             if "StringIds" not in tables or not any(name.startswith("CUPTI_ACTIVITY") for name in tables):
-                raise refused(
-                    path,
-                    "is a database, but not a report of Nsight Systems with CUDA's activity (nsys export --type sqlite)",
+                why = (
+                    "is a database, but not a report of Nsight Systems with CUDA's activity (nsys export --type sqlite)"
                 )
+                raise NoReport(Problem(why, where=str(path)))
             names = dict(base.execute("SELECT id, value FROM StringIds"))
             devices = _devices(base, tables)
             spans: dict[int, list[Span]] = {}

@@ -25,7 +25,7 @@ import msgspec
 from shardwise.run.problems import Problem, UserError
 from shardwise.trace.reading import cache
 from shardwise.trace.reading.columns import Columns
-from shardwise.trace.reading.foreign import translate
+from shardwise.trace.reading.foreign import Translated, translate
 from shardwise.trace.reading.profile import NONE, Device, Group, Profile
 from shardwise.trace.reading.records import Problems, repair
 from shardwise.trace.reading.text import Source, Text, text_size
@@ -225,14 +225,15 @@ def open_profiles(paths: Sequence[Path], cache_folder: Path | None = None, progr
     with tempfile.TemporaryDirectory(prefix="shardwise-trace-") as place:
         translated = translate([path for path in paths if path.exists()], Path(place))
         missing = [path for path in paths if not path.exists()]
-        opened = _open([*missing, *translated.paths], paths, cache_folder, progress)
+        opened = _open(translated._replace(paths=[*missing, *translated.paths]), paths, cache_folder, progress)
     origins = translated.origins
     named = tuple(replace(each, path=origins.get(each.path, each.path)) for each in opened.profiles)
     return Opened(named, (*opened.problems, *translated.notes))
 
 
-def _open(paths: Sequence[Path], given: Sequence[Path], cache_folder: Path | None, progress: Progress | None) -> Opened:
-    files, problems = find_files(paths)
+def _open(asked: Translated, given: Sequence[Path], cache_folder: Path | None, progress: Progress | None) -> Opened:
+    files, problems = find_files(asked.paths)
+    files = [file for file in files if file.path not in asked.foreign]
     profiles: list[Profile] = []
     for file, result in _results(files, cache_folder, progress):
         if isinstance(result, Profile):
@@ -240,9 +241,8 @@ def _open(paths: Sequence[Path], given: Sequence[Path], cache_folder: Path | Non
         elif file.named or not result.other_json:
             problems += result.problems
     if not profiles:
-        raise UserError(
-            *(problems or [f"{', '.join(map(str, given))}: no profile found (files ending in {' or '.join(ENDINGS)})"])
-        )
+        none = f"{', '.join(map(str, given))}: no profile found (files ending in {' or '.join(ENDINGS)})"
+        raise UserError(*(problems + asked.notes or [none]))
     by_rank, more = _one_per_rank(profiles)
     return Opened(by_rank, (*problems, *more, *(p for profile in by_rank for p in profile.problems)))
 
