@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -91,6 +92,21 @@ def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
     path = write(Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.json")), TEXT)
     assert len(open_profiles([path], tmp_path / "cache").profiles[0].events) == 2
     assert list((tmp_path / "cache").iterdir()) == [], "nothing half-written is left"
+
+
+def test_translated_profiles_are_not_kept(kept: tuple[Path, Path]) -> None:
+    """They are written to a new folder each time, so the cache would grow and never be used."""
+    path, folder = kept
+    there = list(folder.iterdir())
+    for name in ("one.sqlite", "two.sqlite"):
+        with sqlite3.connect(path.parent / name) as base:
+            base.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
+            base.execute("CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER)")
+            base.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (0, 9)")
+        base.close()
+        assert len(open_profiles([path, path.parent / name], folder).profiles) == 2
+    assert len(open_profiles([path.parent], folder).profiles) == 3
+    assert list(folder.iterdir()) == there
 
 
 def test_the_users_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

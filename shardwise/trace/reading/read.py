@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -191,6 +191,8 @@ _SPLIT_FROM = 1 << 26  # bytes of text
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the total bytes of all files."""
+Folders = Mapping[Path, Path | None]
+"""Where each file is cached; None: nowhere."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ def _open(asked: Translated, given: Sequence[Path], cache_folder: Path | None, p
     files, problems = find_files(asked.paths)
     files = [file for file in files if file.path not in asked.foreign]
     profiles: list[Profile] = []
-    for file, result in _results(files, cache_folder, progress):
+    for file, result in _results(files, asked, cache_folder, progress):
         if isinstance(result, Profile):
             profiles.append(result)
         elif file.named or not result.other_json:
@@ -267,25 +269,26 @@ def find_files(paths: Sequence[Path]) -> tuple[list[File], list[str]]:
 
 
 def _results(
-    files: list[File], folder: Path | None, progress: Progress | None
+    files: list[File], asked: Translated, cached: Path | None, progress: Progress | None
 ) -> Iterator[tuple[File, Profile | Refused]]:
-    """Each file with its profile, or why it has none, in order."""
+    """Each file with its profile, or why it has none, in order. Translated files are new each time and not cached."""
     results: dict[Path, Profile | Refused] = {}
-    for file in files:
-        if folder is not None and (cached := cache.load(folder, file.path)) is not None:
-            results[file.path] = cached
+    folders = {file.path: None if str(file.path) in asked.origins else cached for file in files}
+    for path, folder in folders.items():
+        if folder is not None and (found := cache.load(folder, path)) is not None:
+            results[path] = found
     missing = [file.path for file in files if file.path not in results]
     workers = min(len(missing), _cores())
     if workers > 1:
-        _read_in_parallel(results, missing, folder, workers, progress)
+        _read_in_parallel(results, missing, folders, workers, progress)
     else:
-        _read_sequentially(results, missing, folder, progress)
+        _read_sequentially(results, missing, folders, progress)
     for file in files:
         yield file, results[file.path]
 
 
 def _read_sequentially(
-    results: dict[Path, Profile | Refused], paths: list[Path], folder: Path | None, progress: Progress | None
+    results: dict[Path, Profile | Refused], paths: list[Path], folders: Folders, progress: Progress | None
 ) -> None:
     """Read files one after the other."""
     sizes = [_size(path) for path in paths]
@@ -296,13 +299,13 @@ def _read_sequentially(
             if progress:
                 progress(before + done, total)
 
-        results[path] = _read(path, folder, advance, split=_cores() > 1)
+        results[path] = _read(path, folders[path], advance, split=_cores() > 1)
 
 
 def _read_in_parallel(
     results: dict[Path, Profile | Refused],
     paths: list[Path],
-    folder: Path | None,
+    folders: Folders,
     workers: int,
     progress: Progress | None,
 ) -> None:
@@ -311,7 +314,7 @@ def _read_in_parallel(
     done, total = 0, sum(sizes.values())
     try:
         with _pool(workers) as pool:
-            waiting = {pool.submit(_read, path, folder): path for path in sorted(paths, key=lambda p: -sizes[p])}
+            waiting = {pool.submit(_read, path, folders[path]): path for path in sorted(paths, key=lambda p: -sizes[p])}
             for future in as_completed(waiting):
                 path = waiting.pop(future)
                 results[path] = future.result()
