@@ -229,6 +229,21 @@ def test_collectives_of_a_tpu_are_communication(tmp_path: Path, capsys: pytest.C
     assert (row["compute"], row["communication"], row["exposed_communication"]) == (600_000, 400_000, 400_000)
 
 
+def test_ranks_of_xla_are_in_the_order_of_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not in that of their names as text, where device 10 comes before 2."""
+    events: list[dict[str, Any]] = []
+    for device in range(12):
+        events += [
+            dict(ph="M", pid=device + 1, name="process_name", args=dict(name=f"/device:GPU:{device}")),
+            dict(ph="M", pid=device + 1, tid=1, name="thread_name", args=dict(name="Stream #1(Compute)")),
+            dict(ph="X", pid=device + 1, tid=1, name="fusion", ts=0, dur=100 + device),
+        ]
+    path = tmp_path / "host.trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"metadata": {"highres-ticks": True}, "traceEvents": events}).encode()))
+    rows = answers(capsys, path)["ranks"]
+    assert {rank: row["compute"] for rank, row in rows.items()} == {str(n): (100 + n) * 1000 for n in range(12)}
+
+
 def test_pytorch_s_own_files_of_that_name_stay_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "host_1.2.pt.trace.json.gz"
     path.write_bytes(gzip.compress(kineto(tmp_path / "a.json").read_bytes()))

@@ -61,13 +61,11 @@ def ranks(path: Path) -> list[ForeignRank]:
             RecursionError) as e:  # fmt: skip
         raise refused(path, f"cannot be read as a profile of XLA: {e}") from None
     found = []
-    for name, lines in sorted(planes.items()):
-        device = _DEVICE.search(name)
-        if device is None:
-            continue
-        spans = list(_spans(lines, int(device[2])))
+    devices = [(int(device[2]), name) for name in planes if (device := _DEVICE.search(name)) is not None]
+    for number, name in sorted(devices):
+        spans = list(_spans(planes[name], number))
         if spans:
-            found.append((int(device[2]), name, spans))
+            found.append((number, name, spans))
     if not found:
         raise refused(path, "is a profile of XLA without a device: JAX on a CPU records none")
     one = len(found) == 1
