@@ -344,23 +344,19 @@ def head(job: Job) -> OpList:
     ops.gemm("head", "head", job.rows, columns, job.model.hidden, high_precision=True, saved=_saved_input(job))
     moved = job.rows * columns * (chunked * CHUNKED_BYTES + (1.0 - chunked) * job.framework.loss_bytes)
     ops.elementwise("loss", "loss", 0.45 * moved, 0.55 * moved, launches=(6.0, 4.0))
-    logits = ops[start]
-    if np.any(chunked):
+    if job.logprobs:  # which have their gradients in the backward pass, where the logits are recomputed
+        logits = ops[start]
+        ops[start] = replace(logits, seconds=_once_more(logits.seconds), flops=_once_more(logits.flops))
+    elif np.any(chunked):
         ops[start:] = [_all_in_forward(op, chunked) for op in ops[start:]]
-    if job.logprobs:  # the logits are recomputed in the backward pass
-        seconds, flops = (
-            _once_more(passes, once)
-            for passes, once in ((ops[start].seconds, logits.seconds[0]), (ops[start].flops, logits.flops[0]))
-        )
-        ops[start] = replace(ops[start], seconds=seconds, flops=flops)
     ops.collective("loss", "tensor", "all_reduce", job.rows * 4.0, (3.0, 0.0, 0.0))
     return ops
 
 
-def _once_more(passes: ByPass, once: Number) -> ByPass:
-    """The passes of a GEMM that takes `once` forward and is recomputed in the backward pass."""
+def _once_more(passes: ByPass) -> ByPass:
+    """The passes of a GEMM whose forward pass is recomputed in the backward pass."""
     forward, to_input, to_weight = passes
-    return forward, to_input + once, to_weight
+    return forward, to_input + forward, to_weight
 
 
 def chunked_loss(job: Job) -> Number:
