@@ -216,6 +216,19 @@ def test_a_rate_that_is_too_high_is_not_held() -> None:
     assert two.as_dict()["output_tokens_per_s"] > 1.5 * fast.as_dict()["output_tokens_per_s"]
 
 
+def test_a_client_stays_with_its_replica() -> None:
+    """So replicas without a client do not make the others faster."""
+    speeds = {}
+    for clients, replicas in ((1, 1), (1, 4), (2, 2), (2, 4), (4, 4)):
+        words = (f"serve.concurrency={clients}", f"layout.replicate={replicas}", f"cluster.devices_per_node={replicas}")
+        found = plan_serving(run_of(*words, "serve.input_tokens=100", "serve.output_tokens=20")).as_dict()
+        assert (found["requests"], found["failed"]) == (40, 0)
+        speeds[clients, replicas] = found["output_tokens_per_s"]
+    assert speeds[1, 4] == pytest.approx(speeds[1, 1])
+    assert speeds[2, 4] == pytest.approx(speeds[2, 2]) == pytest.approx(2 * speeds[1, 1])
+    assert speeds[4, 4] == pytest.approx(4 * speeds[1, 1])
+
+
 def test_stages_work_on_other_steps_at_a_time() -> None:
     """Not faster for one client, but for many, and most where computing takes longer than reading weights, as of prompts."""
     found = {}

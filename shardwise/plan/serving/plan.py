@@ -24,6 +24,7 @@ from shardwise.plan.serving.served import ServedLoad
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.run import AXES, Problem, Run, UserError
 from shardwise.run.draft import drafts
+from shardwise.run.load import LoadRequest
 from shardwise.run.rules.check import serving_rules
 from shardwise.run.weights import BYTES
 from shardwise.run.weights import FORMATS as REDUCED
@@ -135,7 +136,11 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
     place = Place(memory.pages, host_pages(run, memory), model.max_positions, model.sliding_window)
     arrive = facts.profile.serve_arrive if over_http else 0.0
     asked = requests_of(serve, run.train.seed)
-    shares = [asked[n :: layout.replicate] for n in range(layout.replicate)]
+    # A client stays with its replica; with a rate, every request is a client of its own.
+    clients_of = [n if serve.rate else n % max(1, serve.concurrency) for n in range(len(asked))]
+    shares: list[list[LoadRequest]] = [[] for _ in range(layout.replicate)]
+    for request, client in zip(asked, clients_of, strict=True):
+        shares[client % layout.replicate].append(request)
     clients = [len(range(n, serve.concurrency, layout.replicate)) for n in range(layout.replicate)]
     played = tuple(
         play(
