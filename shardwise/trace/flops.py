@@ -59,6 +59,8 @@ def _flops(name: str, shapes: list[Any], values: list[Any]) -> float:
         case "aten::convolution":
             return _convolution(shapes[1], _output(shapes[0], shapes[1], values))
         case "aten::convolution_backward":
+            if len(values) > 7 and values[7] == "True":  # transposed: not counted in the forward either
+                return 0.0
             # The gradients of input and weight, as `output_mask` requests; each costs as much as the forward.
             mask = values[-1].strip("[]").split(",")[:2] if values and "[" in str(values[-1]) else ["True", "True"]
             return sum(word.strip() == "True" for word in mask) * _convolution(shapes[2], shapes[0])

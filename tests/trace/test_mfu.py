@@ -10,6 +10,7 @@ from made_jobs import Host, explained, job_member
 
 from shardwise.ledger import as_dict
 from shardwise.report import trace_view
+from shardwise.trace.flops import flops_of
 
 
 def figure(folder: Path, unknown: int) -> tuple[float, str]:
@@ -37,3 +38,15 @@ def test_nothing_is_said_where_all_is_known(tmp_path: Path) -> None:
     share, note = figure(tmp_path, 0)
     assert share == 1.0
     assert "knows" not in note
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_transposed_convolutions_are_not_counted_in_either_pass(transposed: bool) -> None:
+    x, weight, y = [1, 8, 16, 16], [8, 4, 2, 2], [1, 4, 32, 32]
+    if not transposed:
+        x, y = y, x
+    how = ["[2, 2]", "[0, 0]", "[1, 1]", str(transposed), "[0, 0]", "1"]
+    forward = flops_of("aten::convolution", [x, weight, []], ["", "", "", *how])
+    backward = flops_of("aten::convolution_backward", [y, x, weight], ["", "", "", "[4]", *how, "[True, True, False]"])
+    expected = 0 if transposed else 2 * (8 * 16 * 16) * (4 * 2 * 2)
+    assert (forward, backward) == (expected, 2 * expected)
