@@ -94,9 +94,8 @@ def read_planned(
     if left and isinstance(preset, str) and preset in PRESETS:
         source = f"taken from the preset {preset}"
         published = pretraining(preset)
-        length = str(given.get("train.seq_len", ("",))[0])
-        if length.isdecimal() and int(length):
-            published["global_batch"] = max(1, published["global_batch"] * published["seq_len"] // int(length))
+        if length := _given_length(given):
+            published["global_batch"] = max(1, published["global_batch"] * published["seq_len"] // length)
         keys = {name: value for name, value in published.items() if f"train.{name}" in left}
         auto = given.get("layout.auto", ("",))[0] in (True, "true")
         if "global_batch" in keys and "train.microbatch" not in given and not auto:
@@ -105,6 +104,17 @@ def read_planned(
         given.update({f"train.{name}": (value, f"preset {preset}") for name, value in keys.items()})
     run = _resolve(given, problems, rules, serves=None)
     return PlannedRun(run, {name: getattr(run.train, name.partition(".")[2]) for name in left}, source)
+
+
+def _given_length(given: _Given) -> int:
+    """The sequence length that the user set; 0 if there is none, or none that can be used, which is reported with the rest."""
+    if "train.seq_len" not in given:
+        return 0
+    raw, where = given["train.seq_len"]
+    try:
+        return _convert(raw, all_keys()["train.seq_len"], from_text=where == COMMAND_LINE)
+    except ValueError:
+        return 0
 
 
 def _all_given(path: str | Path | None, overrides: Iterable[Override], problems: list[Problem]) -> _Given:
@@ -218,6 +228,8 @@ def _from_file(path: Path, problems: list[Problem]) -> _Given:
         raise UserError(Problem(f"is not UTF-8 text (byte {e.start})", where=str(path))) from None
     except IsADirectoryError:
         raise UserError(Problem("is a folder; a run is a TOML file", where=str(path))) from None
+    except ValueError:  # of Python, which reads no integer of more than 4,300 digits
+        raise UserError(Problem("has a number with too many digits", where=str(path))) from None
     except RecursionError:
         raise UserError(Problem("is nested too deeply to be a run", where=str(path))) from None
     except OSError as e:
@@ -277,6 +289,8 @@ def _parse_text(text: str, kind: Any) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, KeyError, RecursionError):
         return text
+    except ValueError:  # of Python, which reads no integer of more than 4,300 digits
+        raise ValueError(f"{text[:20]}… has too many digits") from None
 
 
 def _convert(raw: Any, key: Key, *, from_text: bool) -> Any:
@@ -304,7 +318,10 @@ def _typed(value: Any, kind: Any) -> Any:
         items = value if isinstance(value, list | tuple) else [value]
         return tuple(_typed(item, get_args(kind)[0]) for item in items)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            raise ValueError(f"{_shortened(value)} is too large") from None
     # People write a thousand as 1e3, which TOML reads as a float.
     if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         value = int(value)
@@ -313,5 +330,10 @@ def _typed(value: Any, kind: Any) -> Any:
     if kind is float and not math.isfinite(value):
         raise ValueError(f"{value} is not a finite number")
     if kind is int and abs(value) >= 2**63:
-        raise ValueError(f"{value} is too large")
+        raise ValueError(f"{_shortened(value)} is too large")
     return value
+
+
+def _shortened(value: int) -> str:
+    """A number for a message; a very long one by its size alone."""
+    return str(value) if abs(value) < 10**40 else f"a number of {value.bit_length()} bits"

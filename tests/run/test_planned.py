@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import main
-from shardwise.run import PRESETS, read_planned, read_run
+from shardwise.run import PRESETS, UserError, read_planned, read_run
 from shardwise.run.presets import pretraining
 
 
@@ -40,6 +40,22 @@ def test_what_a_user_sets_leaves_the_rest_to_the_preset() -> None:
     assert "taken from the preset llama3-8b: train.seq_len = 8192" in planned.sentence()
     own = read_planned(None, ["model.preset=llama3-8b", "train.seq_len=512", "train.global_batch=8"])
     assert (own.run.train.dtype, own.run.train.microbatch) == ("bfloat16", 8)
+
+
+@pytest.mark.parametrize("length", ["4096", "4_096", "4.096e3"])
+def test_a_batch_is_kept_in_tokens_however_the_length_is_written(length: str) -> None:
+    words = ["model.preset=llama3-70b", "cluster.chip=h100"]
+    published = read_planned(None, words).run.train
+    train = read_planned(None, [*words, f"train.seq_len={length}"]).run.train
+    assert train.seq_len == 4096
+    assert train.seq_len * train.global_batch == published.seq_len * published.global_batch
+
+
+@pytest.mark.parametrize("length", ["many", "0", "-1", "9" * 5000])
+def test_a_length_that_is_none_is_the_only_mistake(length: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_planned(None, ["model.preset=llama3-70b", f"train.seq_len={length}"])
+    assert [problem.key for problem in caught.value.problems] == ["train.seq_len"]
 
 
 def test_a_model_of_ones_own_keeps_the_defaults() -> None:

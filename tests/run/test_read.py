@@ -318,6 +318,19 @@ def test_files_that_are_no_runs_get_a_sentence(tmp_path: Path, content: bytes, p
     assert "folder" in problems(tmp_path)[0][2]
 
 
+def test_numbers_beyond_any_computer_get_a_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "huge.toml"
+    file.write_text("[train]\nlr = 1" + "0" * 400 + "\n")
+    ((where, key, message),) = problems(file)
+    assert (where, key) == (str(file), "train.lr")
+    assert message == "a number of 1329 bits is too large"
+    file.write_text("[train]\nsteps = " + "9" * 5000 + "\n")
+    assert problems(file) == [(str(file), "", "has a number with too many digits")]
+    ((where, key, message),) = problems(None, "--train.steps=" + "9" * 5000)
+    assert (where, key) == ("command line", "train.steps")
+    assert message == f"{'9' * 20}… has too many digits"
+
+
 def test_a_mark_before_the_text_is_no_part_of_it(tmp_path: Path) -> None:
     file = tmp_path / "marked.toml"
     file.write_bytes(b"\xef\xbb\xbf[train]\nsteps = 7\n")
