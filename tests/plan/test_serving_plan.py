@@ -17,7 +17,7 @@ from shardwise.measure.serve_load import measure_load
 from shardwise.plan.cost.job import cluster_of
 from shardwise.plan.serving.drafting import acceptance_of, tokens_a_step
 from shardwise.plan.serving.engines import FORMATS, OURS
-from shardwise.plan.serving.plan import Serving, plan_serving, search_serving
+from shardwise.plan.serving.plan import Serving, layouts_of, plan_serving, search_serving
 from shardwise.plan.serving.play import Place, play, requests_of, step_sizes
 from shardwise.plan.serving.pool import serving_memory
 from shardwise.plan.serving.step_time import Spent, StepTime
@@ -269,6 +269,44 @@ def test_a_search_finds_the_fewest_devices_that_hold_a_load() -> None:
     assert best.holds
     assert best.run.layout.tensor > 1, "one device reads the weights no faster"
     assert all(plan.devices >= best.devices for plan in ranking if plan.holds)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ([], {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}),
+        (["layout.tensor=4"], {(1, 4)}),
+        (["layout.tensor=2"], {(1, 2), (2, 2)}),
+        (["layout.replicate=2"], {(2, 1), (2, 2)}),
+        (["layout.replicate=3"], {(3, 1)}),
+        (["layout.pipeline=2"], {(1, 1), (1, 2), (2, 1)}),
+    ],
+)
+def test_a_search_keeps_what_is_fixed_and_to_the_cluster(words: list[str], found: set[tuple[int, int]]) -> None:
+    """Replicas and tensor ranks, on four devices at most."""
+    run = read_planned(None, [*PLACE, *LOAD, "layout=auto", "cluster.devices_per_node=4", *words]).run
+    layouts = [candidate.layout for candidate in layouts_of(run)]
+    assert {(layout.replicate, layout.tensor) for layout in layouts} == found
+    assert len(layouts) == len(found)
+    worlds = [layout.world for layout in layouts]
+    assert worlds == sorted(worlds)
+    assert worlds[-1] <= 4
+    assert {layout.pipeline for layout in layouts} == {run.layout.pipeline}
+
+
+@pytest.mark.parametrize(
+    ("words", "phrase"),
+    [
+        (["serve.head=int8", "model.tied_embeddings=true"], "serve.head: int8 keeps the head apart"),
+        (["layout.tensor=3"], "layout.tensor: 3 does not divide"),
+        (["layout.tensor=8"], "layout: the given keys need more than the cluster's 4 devices"),
+        (["model.preset=llama3-405b"], "room for the weights"),
+    ],
+)
+def test_a_search_that_finds_nothing_says_why(words: list[str], phrase: str) -> None:
+    run = read_planned(None, [*PLACE, *LOAD, "layout=auto", "cluster.devices_per_node=4", *words]).run
+    with pytest.raises(UserError, match=re.escape(phrase)):
+        search_serving(run)
 
 
 def test_lengths_that_do_not_fit_are_counted_as_failed() -> None:

@@ -107,8 +107,8 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
     """Simulates the run's load on its layout, with requests over HTTP or from the engine's own process."""
     cluster = cluster_of(run)
     layout, model, serve = run.layout, run.model, run.serve
-    if broken := [rule for rule in serving_rules(run) if rule.broken]:
-        raise UserError(*(Problem(rule.reason(), rule.key) for rule in broken))
+    if broken := _broken(run):
+        raise UserError(*broken)
     ranks = layout.shard * layout.context * layout.tensor
     form = stored_format(model, serve.weights, run.train.dtype)
     serving = Serving(
@@ -170,6 +170,10 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
     return ServingPlan(run, figures, memory, played, price, _holds(run, figures), facts)
 
 
+def _broken(run: Run) -> list[Problem]:
+    return [Problem(rule.reason(), rule.key) for rule in serving_rules(run) if rule.broken]
+
+
 def _holds(run: Run, figures: LoadFigures) -> bool:
     found, asked = figures.as_dict(), run.serve
     if found["failed"]:
@@ -183,20 +187,34 @@ def _holds(run: Run, figures: LoadFigures) -> bool:
 
 
 def layouts_of(run: Run) -> Iterator[Run]:
-    """Layouts on the cluster's devices, the fewest devices first."""
-    cluster, model = cluster_of(run), run.model
-    most = cluster.devices
-    sizes = [2**n for n in range(most.bit_length()) if 2**n <= most]
-    for devices in sizes:
-        for tensor in (size for size in sizes if size <= min(devices, cluster.domain) and model.heads % size == 0):
-            layout = replace(run.layout, auto=False, fixed=(), replicate=devices // tensor, tensor=tensor)
+    """Layouts on the cluster's devices with the run's fixed keys, the fewest devices first."""
+    cluster, lay = cluster_of(run), run.layout
+    others = lay.world // (lay.replicate * lay.tensor)
+    sizes = [2**n for n in range(cluster.devices.bit_length())]
+    tensors = [size for size in sizes if size <= cluster.domain and run.model.heads % size == 0]
+    tensors = [lay.tensor] if "tensor" in lay.fixed else tensors
+    replicates = [lay.replicate] if "replicate" in lay.fixed else sizes
+    for devices, tensor, replicate in sorted((t * r * others, t, r) for t in tensors for r in replicates):
+        if devices <= cluster.devices:
+            layout = replace(lay, auto=False, fixed=(), replicate=replicate, tensor=tensor)
             yield replace(run, layout=layout)
 
 
 def search_serving(run: Run) -> list[ServingPlan]:
     """Plans of all layouts that fit: first those that hold the load, the cheapest first; then the others by throughput."""
+    # No layout mends a broken rule of another section.
+    if broken := [problem for problem in _broken(run) if not problem.key.startswith("layout.")]:
+        raise UserError(*broken)
+    candidates = list(layouts_of(run))
+    if not candidates:
+        raise UserError(
+            Problem(f"the given keys need more than the cluster's {cluster_of(run).devices} devices", "layout")
+        )
+    reasons = [_broken(candidate) for candidate in candidates]
+    if all(reasons):
+        raise UserError(*reasons[0])
     found: list[ServingPlan] = []
-    for candidate in layouts_of(run):
+    for candidate in candidates:
         if any(plan.holds and candidate.layout.world > 4 * plan.devices for plan in found):
             break  # more devices hold the load too, but cost more
         try:
