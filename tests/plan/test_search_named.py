@@ -1,5 +1,5 @@
-"""Searches of runs that name how activations or parameters leave the device, or are recomputed: the tables say of each layout what
-its plan says, so none is left out or put in the wrong place."""
+"""Searches of runs that name how activations or parameters leave the device or are recomputed, or an objective: the tables say of
+each layout what its plan says, so none is left out or put in the wrong place."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ NAMED: dict[str, dict[str, Any]] = {
     "budget of unlike ranks": dict(layers=5, layout=dict(recompute="budget", recompute_budget=2.0)),
     "operations": dict(layout=dict(recompute="operations", recompute_operations=["ffn"])),
     "host": dict(memory=dict(activations="host")),
+    "dpo": dict(objective=dict(kind="dpo")),
+    "dpo lora": dict(objective=dict(kind="dpo"), adapter=dict(kind="lora", rank=16)),
 }
 SHOWN = 12
 
@@ -37,7 +39,8 @@ def made(name: str) -> Run:
     train = dict(seq_len=4096, global_batch=16, dtype="bfloat16")
     layout = dict(auto=True) | keys.get("layout", {})
     cluster = dict(chip="h100", nodes=1, devices_per_node=4)
-    return run_from_dict(dict(model=model, layout=layout, train=train, cluster=cluster, memory=keys.get("memory", {})))
+    others = {table: keys[table] for table in ("memory", "objective", "adapter") if table in keys}
+    return run_from_dict(dict(model=model, layout=layout, train=train, cluster=cluster) | others)
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -134,6 +134,9 @@ def _costed(
     sent = DataSeconds(*(split.ranks @ x for x in data))
     rest = tail_seconds(job, work, sent, constants).max(axis=0) + update_seconds(job, sent, constants).max(axis=0)
     rest = rest + copied_once(sent, at.microbatches, constants).max(axis=0)
+    if job.forward_passes:  # of a frozen network, as in `step.py`
+        busiest = (split.ranks @ (zero.forward + blocks)).max(axis=0)
+        rest = rest + job.forward_passes * (stages[0].sum(axis=0) + (at.microbatches - 1) * busiest)
     return _Costed(which, at.microbatches, stages, hop - blocks, rest + constants["overhead"])
 
 

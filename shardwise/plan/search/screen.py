@@ -306,6 +306,9 @@ class Group:
         sent = DataSeconds(*((ranks @ x)[:, None] for x in data))
         rest = tail_seconds(job, work, sent, constants).max(axis=0) + constants["overhead"]
         rest = rest + copied_once(sent, at.microbatches, constants).max(axis=0)
+        if job.forward_passes:  # as in `step.py`; with microbatches from both ends this is a little too long
+            once, each = added(split.counts, forward), added(ranks, forward).max(axis=0)
+            rest = rest + job.forward_passes * (once + (at.microbatches - 1) * each)
         return pace, rest + update_seconds(job, sent, constants).max(axis=0)
 
     def _held(self, split: StageSplit, at: TableRows) -> RankBytes:

@@ -342,10 +342,8 @@ class ParameterTable:
                 for n, end in zip((2, 3), ends_parameters(job), strict=True)
             )
             inner = held.dense - outer
-            stays = (
-                stays
-                - states(replace(job, layout=replace(lay, zero=3)), LocalNumel(inner, held.experts))["optimizer"] / 2
-            )
+            sharded = states(replace(job, layout=replace(lay, zero=3)), LocalNumel(inner, held.experts))
+            stays = stays - sharded["optimizer"] / 2
         return StateBytes(stays, owners["gradients"], whole_gradients, gathered, cast)
 
 
@@ -371,11 +369,13 @@ def rows_of(job: Job, sizes: Sizes) -> Rows:
     m, high = job.model, max(4.0, job.width)
     rows, columns = every.rows, m.head_rows / sizes.tensor
     entering = rows * m.hidden * job.width  # an unchunked loss saves this rank's shard of it
-    chunked = chunked_loss(every) > 0
-    logits = rows * columns * job.width
-    loss = np.where(chunked, logits / np.ceil(logits / job.chunk_bytes), 2.0 * rows * columns * high)
     matrix = 0.0 if job.adapter.used else columns * m.hidden * high
+    chunked, logits = chunked_loss(every) > 0, rows * columns * job.width
+    loss = np.where(chunked, logits / np.ceil(logits / job.chunk_bytes), 2.0 * rows * columns * high)
     saved = np.where(chunked, matrix + entering, rows * columns * high + entering / sizes.tensor)
+    if job.logprobs:  # chunks of logits, also in high precision, and the head's gradient; its input is saved
+        both, chunks = job.width + high * (job.width < high), np.ceil(rows * columns * high / job.chunk_bytes)
+        loss, saved = rows * columns * both / chunks + matrix, entering
     width = np.maximum(m.ffn, m.expert_ffn * m.experts_per_token) / sizes.tensor
     passing = (2.0 if m.gated else 1.0) * rows * width * job.width * (job.framework.kernels != "compiled")
     return Rows(hop_seconds(every), buffers(every), loss, saved, passing)
