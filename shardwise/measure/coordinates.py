@@ -59,8 +59,13 @@ def coordinates(
     run: Run, widths: Sequence[int], steps: int, seeds: int = 1, tell: Callable[[str], None] = lambda text: None
 ) -> Coordinates:
     """Train some steps at each width, on the run's data."""
-    if run.layout.world > 1:
-        raise UserError(Problem("a coordinate check runs on one device: leave the layout out", "layout"))
+    problems = []
+    if run.layout.auto or run.layout.world > 1:
+        problems.append(Problem("a coordinate check runs on one device: leave the layout out", "layout"))
+    if run.objective.kind == "grpo":
+        problems.append(Problem("grpo draws its own data as it trains; check another objective", "objective.kind"))
+    if problems:
+        raise UserError(*problems)
     changes: dict[str, list[float]] = {}
     for width in widths:
         sums: dict[str, float] = {}

@@ -35,9 +35,13 @@ def measure_noise(
 ) -> Noise:
     """Train some steps, then compute gradients at two batch sizes without updating."""
     big = run.train.global_batch
-    problems = (
-        [Problem("the noise is measured on one device: leave the layout out", "layout")] if run.layout.world > 1 else []
-    )
+    problems = []
+    if run.layout.auto or run.layout.world > 1:
+        problems.append(Problem("the noise is measured on one device: leave the layout out", "layout"))
+    if run.objective.kind == "grpo":
+        problems.append(
+            Problem("grpo draws its own data as it trains; measure the noise of another objective", "objective.kind")
+        )
     if big < 2 * small:
         problems.append(Problem(f"{big} is too few sequences to compare with {small}", "train.global_batch"))
     if problems:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwise.cli.main import main
-from shardwise.measure.coordinates import of_width
+from shardwise.measure.coordinates import coordinates, of_width
 from shardwise.run import UserError, run_from_dict
 
 RUN = """[model]
@@ -51,3 +52,17 @@ def test_a_wider_run_has_more_heads_of_the_same_size() -> None:
     assert (wide.heads, wide.kv_heads, wide.head_dim, wide.ffn) == (16, 8, 16, 1024)
     with pytest.raises(UserError, match="no multiple"):
         of_width(run, 100)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (dict(layout="auto", cluster=dict(chip="h100")), "layout: a coordinate check runs on one device"),
+        (dict(layout=dict(replicate=2)), "layout: a coordinate check runs on one device"),
+        (dict(objective=dict(kind="grpo", rewards=["a.py:b"], completion_tokens=4)), "objective.kind: grpo draws its own data"),
+    ],
+)  # fmt: skip
+def test_runs_that_cannot_be_checked_get_a_sentence(keys: dict[str, Any], said: str) -> None:
+    small = dict(model=dict(layers=1, hidden=32, heads=2), train=dict(seq_len=32, global_batch=8, device="cpu"))
+    with pytest.raises(UserError, match=said):
+        coordinates(run_from_dict(small | keys), [32, 64], 1)

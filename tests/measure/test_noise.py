@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,3 +45,16 @@ def test_noise_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["variance"] > 0
     with pytest.raises(UserError, match="too few"):
         measure_noise(run_from_dict(KEYS | dict(train=dict(seq_len=16, global_batch=1))), 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (dict(layout="auto", cluster=dict(chip="h100")), "layout: the noise is measured on one device"),
+        (dict(layout=dict(replicate=2)), "layout: the noise is measured on one device"),
+        (dict(objective=dict(kind="grpo", rewards=["a.py:b"], completion_tokens=4)), "objective.kind: grpo draws its own data"),
+    ],
+)  # fmt: skip
+def test_noise_of_what_cannot_be_measured_gets_a_sentence(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        measure_noise(run_from_dict(KEYS | keys), 1)

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.cli.main import main
-from shardwise.hardware import collective_seconds, load_profile
+from shardwise.hardware import Profile, collective_seconds, load_profile
 from shardwise.ledger import Difference
+from shardwise.measure.bench.machine import empty_profile
 from shardwise.measure.rehearse import Rehearsal, planned_seconds, rehearse
 from shardwise.measure.stand_in import repeat, stand_in_collectives
 from shardwise.plan.cost.job import job_of
@@ -159,3 +160,20 @@ def test_a_rehearsal_is_a_profile_that_the_planner_takes(tmp_path: Path) -> None
         for path in (out, tmp_path / "slower.json")
     ]
     assert took[1] > 5 * took[0]
+
+
+def test_a_rehearsed_layout_may_be_searched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Run] = []
+
+    def measured(run: Run, rank: int, say: object) -> Profile:
+        asked.append(run)
+        return empty_profile(torch.device("cpu"))
+
+    monkeypatch.setattr("shardwise.measure.rehearsed_profile.rehearsed_profile", measured)
+    run, out = tmp_path / "run.toml", tmp_path / "profile.json"
+    run.write_text("")
+    words = ["bench", "--rehearse", str(run), "--out", str(out), "--device", "cpu", "--quiet"]
+    options = ("layout=auto", "cluster.chip=h100", "cluster.devices_per_node=2")
+    assert main([*words, *(f"--{one}" for one in (*SMALL, *options))]) == 0
+    assert not asked[0].layout.auto
+    assert asked[0].layout.world == 2

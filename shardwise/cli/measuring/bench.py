@@ -90,6 +90,10 @@ def _rehearsed(args: argparse.Namespace) -> Profile:
     run = read_planned(args.run, args.overrides, (unknown_chip,)).run
     if args.device != "auto":
         run = replace(run, train=replace(run.train, device=args.device))
+    if run.layout.auto:
+        from shardwise.plan.search import resolve
+
+        run = resolve(run)
     with progress_line() as say:
         return rehearsed_profile(run, args.rank, say)
 
