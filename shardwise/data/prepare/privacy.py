@@ -13,6 +13,9 @@ from shardwise.run.problems import Problem, UserError
 _NAME = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
 _EMAIL = re.compile(rf"\b{_NAME}(?:\.{_NAME})*@(?:{_LABEL}\.)+{_LABEL}")
+_RUN = re.compile(r"[\w!#$%&'*+/=?^`{|}~.@-]+")
+"""The characters of an address. Only runs with an "@" are searched: in a long run without one, such as base64, the search for an
+address would start anew at every "+" and "/"."""
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
 _IP = re.compile(rf"(?<![\d.]){_BYTE}(?:\.{_BYTE}){{3}}(?![\d.]*\d)")
 _PHONE = re.compile(
@@ -22,6 +25,10 @@ _CARD = re.compile(r"(?<!\d)\d(?:[ -]?\d){12,18}(?!\d)")
 
 EMAIL, IP, PHONE, CARD = "email@example.com", "192.0.2.1", "555-0100", "0000000000000000"
 """The replacements: names and numbers that are reserved for examples (RFC 2606, RFC 5737)."""
+
+
+def _email(run: re.Match[str]) -> str:
+    return _EMAIL.sub(EMAIL, run[0]) if "@" in run[0] else run[0]
 
 
 def _public(found: re.Match[str]) -> str:
@@ -39,7 +46,7 @@ def _card(found: re.Match[str]) -> str:
 
 
 _MASKS: dict[str, Callable[[str], str]] = {
-    "email": lambda text: _EMAIL.sub(EMAIL, text) if "@" in text else text,
+    "email": lambda text: _RUN.sub(_email, text) if "@" in text else text,
     "ip": lambda text: _IP.sub(_public, text),
     "card": lambda text: _CARD.sub(_card, text),  # before telephones: part of a card looks like one
     "phone": lambda text: _PHONE.sub(PHONE, text),

@@ -11,6 +11,7 @@ from typing import IO
 
 _START = b"WARC/1."
 _HEAD = 2**16
+_SIZE = re.compile(rb"[0-9A-Fa-f]{1,16}")
 _CHARSET = re.compile(rb"charset\s*=\s*[\"']?\s*([A-Za-z0-9_.:-]+)", re.IGNORECASE)
 
 
@@ -142,10 +143,9 @@ def _unchunked(data: bytes) -> bytes:
     while True:
         end = data.find(b"\r\n", at, at + 32)
         size = data[at:end].split(b";")[0].strip() if end >= 0 else b""
-        try:
-            length = int(size, 16)
-        except ValueError:
+        if not _SIZE.fullmatch(size):  # int() also takes a sign, and a negative size would never end
             return data
+        length = int(size, 16)
         if not length:
             return b"".join(parts)
         parts.append(data[end + 2 : end + 2 + length])

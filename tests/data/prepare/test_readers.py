@@ -8,14 +8,20 @@ import json
 import lzma
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardwise.data.prepare.fates import Fates
 from shardwise.data.prepare.files import find_files, units_of
 from shardwise.data.prepare.prepare import prepare
+from shardwise.data.prepare.privacy import _EMAIL, EMAIL, privacy
 from shardwise.data.prepare.readers import Row, read
 from shardwise.data.prepare.recipe import Recipe, Source, read_recipe
+from shardwise.data.prepare.warc import _unchunked as unchunked
+from shardwise.data.prepare.words import Document, Vocabulary, simple_words
 from shardwise.run.problems import UserError
 
 TEXTS = [f"Document {number}: ä ö ü and {'more ' * number}" for number in range(40)]
@@ -164,6 +170,46 @@ def test_web_archives(tmp_path: Path) -> None:
     assert found[-1].wrong == "not UTF-8 text"
     whole = b"".join(ARCHIVE)
     assert all(whole[row.place :].startswith(b"WARC/1.0") for row in found)
+
+
+@pytest.mark.parametrize("size", [b"-6", b"+5", b"0x5", b"1_0", b"f" * 17])
+def test_a_body_that_only_looks_like_chunks_is_kept(size: bytes) -> None:
+    """Not the size of a chunk: with -6 each chunk would begin where the one before it did, without end."""
+    read_past = iter(range(100))
+
+    class Body(bytes):
+        def find(self, *args: Any) -> int:
+            assert next(read_past, None) is not None, "it does not end"
+            return super().find(*args)
+
+    body = Body(size + b"\r\nand more text\r\n0\r\n\r\n")
+    assert unchunked(body) == body
+
+
+ADDRESSES = st.text("ab1é@@..-_'+/ =\n中(", max_size=40)
+
+
+@given(ADDRESSES)
+def test_addresses_are_found_as_in_the_whole_text(text: str) -> None:
+    document = Document(text, Vocabulary(simple_words))
+    privacy(kinds=["email"])(document)
+    assert document.text == _EMAIL.sub(EMAIL, text)
+
+
+def test_a_long_run_without_an_address_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search takes time that grows with the square of a run such as base64."""
+    searched: list[str] = []
+
+    class Spy:
+        def sub(self, by: str, text: str) -> str:
+            searched.append(text)
+            return _EMAIL.sub(by, text)
+
+    monkeypatch.setattr("shardwise.data.prepare.privacy._EMAIL", Spy())
+    document = Document("a@b.example " + "ab+/" * 1000, Vocabulary(simple_words))
+    privacy(kinds=["email"])(document)
+    assert document.text == EMAIL + " " + "ab+/" * 1000
+    assert searched == ["a@b.example"]
 
 
 def test_broken_web_archives(tmp_path: Path) -> None:
