@@ -125,5 +125,7 @@ def _fitting(sizes: Ints, length: int) -> Ints:
         return np.minimum(sizes, length)
     half = length // 2
     others = sizes[:, ::-1]
-    room = np.maximum(length - others, np.where(sizes >= others, length - half, half))
+    longer = sizes > others
+    longer[:, 0] |= sizes[:, 0] == sizes[:, 1]  # only one of two equal documents gets the odd position
+    room = np.maximum(length - others, np.where(longer, length - half, half))
     return np.minimum(sizes, room)

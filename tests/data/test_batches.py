@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shardwise.data.batches import IGNORE_INDEX, Batch, Samples, Windows, windows_in
+from shardwise.data.pack import _fitting
 from shardwise.data.shards import TokenSet
 
 LENGTH = 4
@@ -125,6 +126,14 @@ def test_documents_apart(long: TokenSet) -> None:
             assert batch.targets[row, column] == (IGNORE_INDEX if crossing else at + 1)
     assert batch.loss_tokens == 240 - ignored
     assert ignored > 40
+
+
+@pytest.mark.parametrize("length", range(1, 34))
+def test_a_pair_fits_in_its_row(length: int) -> None:
+    sizes = np.stack(np.meshgrid(np.arange(40), np.arange(40)), axis=-1).reshape(-1, 2)
+    kept = _fitting(sizes, length)
+    assert (kept.sum(axis=1) == np.minimum(sizes.sum(axis=1), length)).all()
+    assert ((kept >= 0) & (kept <= sizes)).all()
 
 
 def test_a_part_of_a_set(long: TokenSet) -> None:
