@@ -51,6 +51,18 @@ def test_the_odds_ratio_is_that_of_the_paper() -> None:
     torch.testing.assert_close(odds_ratio_losses(chosen, rejected), -torch.log(sigmoid(torch.log(odds[0] / odds[1]))))
 
 
+@pytest.mark.parametrize(("chosen", "rejected"), [(0.0, -1.0), (-1.0, 0.0), (6e-8, -1.0), (0.0, 0.0)])
+def test_the_odds_of_a_certain_answer_are_finite(chosen: float, rejected: float) -> None:
+    pair = [torch.tensor([each], requires_grad=True) for each in (chosen, rejected)]
+    losses = odds_ratio_losses(*pair)
+    losses.sum().backward()
+    assert all(each is not None and each.isfinite().all() for each in (losses, *(x.grad for x in pair)))
+    others = torch.tensor([-0.5, -1.0], dtype=torch.float64)  # which stay as they are
+    odds = others - torch.log1p(-others.exp())
+    want = -torch.log(sigmoid(odds[0] - odds[1]))
+    torch.testing.assert_close(odds_ratio_losses(*others), want, rtol=1e-13, atol=0)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_simpo_is_that_of_the_paper(smoothing: float) -> None:
     chosen, rejected, *_ = logprobs(1)

@@ -14,6 +14,8 @@ from shardwise.train.objectives.pairs import Answers, PairObjective, margins
 
 def odds_ratio_losses(chosen: Tensor, rejected: Tensor) -> Tensor:
     """-log sigmoid of the log odds ratio (eq. 7), given log-probabilities that are means over tokens (eq. 3)."""
+    # A certain answer has log-probability 0, or a little more by rounding, and infinite odds.
+    chosen, rejected = (x.clamp(max=-torch.finfo(x.dtype).eps) for x in (chosen, rejected))
     return -F.logsigmoid((chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected)))
 
 
