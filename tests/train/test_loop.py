@@ -136,6 +136,27 @@ def test_a_bad_step_is_named_by_its_own_number(tmp_path: Path, monkeypatch: pyte
         train(make_run(checkpoint_every=0, eval_every=0), tmp_path)
 
 
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_step_that_is_called_skipped_has_changed_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: int
+) -> None:
+    """A spike counts as one after 16 good steps, and the last of them must have been read when the next one is accepted."""
+    monkeypatch.setattr(loop, "steps_behind", lambda device: behind)
+    step, accepted = TrainState.train_step, {}
+
+    def spiked(train_state: TrainState, *args: Any, accept: Any, **keys: Any) -> StepResult:
+        factor = 1.2 if train_state.step == 16 else 1.0
+        result = step(train_state, *args, accept=lambda loss, norm: accept(loss * factor, norm), **keys)
+        accepted[train_state.step] = result.accepted
+        return replace(result, loss=result.loss * factor)
+
+    monkeypatch.setattr(TrainState, "train_step", spiked)
+    train(make_run(steps=18, guard="skip", guard_spike=8.0, lr=1e-5, checkpoint_every=0, eval_every=0), tmp_path)
+    skipped = {r["step"]: r.get("skipped", False) for r in read_metrics(tmp_path) if "loss" in r}
+    assert [number for number in skipped if skipped[number]] == [17]
+    assert all(accepted[number] != skipped[number] for number in range(1, 19))
+
+
 def test_metrics_are_cut_back_to_the_step_that_is_resumed(tmp_path: Path) -> None:
     run = make_run()
     train(run, tmp_path)
