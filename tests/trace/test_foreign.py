@@ -313,3 +313,45 @@ def test_a_folder_with_nothing_but_broken_ones(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "host.xplane.pb").write_bytes(b"\x0a\xff\xff\x03abc")
     assert main(["trace", str(tmp_path)]) == 2
     assert "ends too early" in capsys.readouterr().err
+
+
+def test_reports_of_several_nodes_are_one_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each numbers its processes from 0; together they are numbered on, node 2 before node 10."""
+    for node, processes in ((2, 2), (10, 3)):
+        report(tmp_path / f"node{node}.sqlite", processes)
+    said = answers(capsys, tmp_path)
+    assert set(said["ranks"]) == {"0", "1", "2", "3", "4"}
+    (note,) = [problem for problem in said["problems"] if "no shapes" not in problem]
+    assert note.startswith(str(tmp_path / "node10.sqlite"))
+    assert "numbered from 2 on" in note
+    assert main(["trace", str(tmp_path), str(tmp_path / "node2.sqlite"), "--json", "--no-cache"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == said["ranks"]  # one that is named and in the folder
+
+
+def test_problems_name_the_user_s_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two files of one rank, not the temporary ones that were made of them."""
+    first, second = (report(tmp_path / name) for name in ("a-rank3.sqlite", "b-rank3.sqlite"))
+    said = answers(capsys, tmp_path)
+    assert set(said["ranks"]) == {"3"}
+    assert f"{second}: says it is rank 3, as {first} does; it is left out" in said["problems"]
+
+
+def test_a_later_profile_of_one_host_is_not_another_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`jax.profiler` writes a folder for each profile, with the name of the host in it."""
+    events: list[dict[str, Any]] = []
+    for device in range(2):
+        events += [
+            dict(ph="M", pid=device + 1, name="process_name", args=dict(name=f"/device:GPU:{device}")),
+            dict(ph="M", pid=device + 1, tid=1, name="thread_name", args=dict(name="Stream #1(Compute)")),
+            dict(ph="X", pid=device + 1, tid=1, name="fusion", ts=0, dur=100),
+        ]
+    text = json.dumps({"metadata": {"highres-ticks": True}, "traceEvents": events})
+    for name in ("monday/host", "tuesday/host", "tuesday/other"):
+        path = tmp_path / f"{name}.trace.json.gz"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(gzip.compress(text.encode()))
+    said = answers(capsys, tmp_path)
+    assert set(said["ranks"]) == {"0", "1", "2", "3"}
+    left = [problem for problem in said["problems"] if "left out" in problem]
+    assert len(left) == 2
+    assert all(problem.startswith(str(tmp_path / "tuesday/host.trace.json.gz")) for problem in left)

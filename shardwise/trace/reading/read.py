@@ -244,9 +244,10 @@ def _open(asked: Translated, given: Sequence[Path], cache_folder: Path | None, p
             problems += result.problems
     if not profiles:
         none = f"{', '.join(map(str, given))}: no profile found (files ending in {' or '.join(ENDINGS)})"
-        raise UserError(*(problems + asked.notes or [none]))
+        raise UserError(*map(asked.original, problems + asked.notes or [none]))
     by_rank, more = _one_per_rank(profiles)
-    return Opened(by_rank, (*problems, *more, *(p for profile in by_rank for p in profile.problems)))
+    problems += [*more, *(p for profile in by_rank for p in profile.problems)]
+    return Opened(by_rank, tuple(map(asked.original, problems)))
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[File], list[str]]:
