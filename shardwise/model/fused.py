@@ -171,10 +171,19 @@ class InvariantBlock(FusedBlock):
             x, attended = x[batch.wanted], attended[batch.wanted]
             if not len(x):  # the beginning of a prompt: no token is sampled yet
                 return x[None], None
-        x = invariant_gemm(attended, self.out, residual=x)
+        x = self._onto(x, attended, self.out)
         weight, eps = self.ffn_norm
         gate, up = invariant_gemm(invariant_norm(x, weight, None, eps), self.gate_up).chunk(2, dim=-1)
-        return invariant_gemm(gated_product(gate, up, self.activation), self.down, residual=x)[None], None
+        return self._onto(x, gated_product(gate, up, self.activation), self.down)[None], None
+
+    def _onto(self, x: Tensor, rows: Tensor, matrix: Tensor) -> Tensor:
+        """The residual stream plus rows times a matrix. Where ranks hold some of the columns each, every rank adds the stream to
+        the sum, as the unfused layers do."""
+        from shardwise.model.kernels.gemm.invariant import invariant_gemm
+
+        if self.add_up is None:
+            return invariant_gemm(rows, matrix, residual=x)
+        return x + self.add_up(invariant_gemm(rows, matrix))
 
 
 PACKED = QuantizedGemm()

@@ -19,6 +19,7 @@ from patience import HANG_SECONDS
 from shardwise.model import Transformer, initialize
 from shardwise.model.fused import fuse, load_kernels
 from shardwise.model.gemm.decoding import DecodingGemms
+from shardwise.model.invariant.network import make_invariant
 from shardwise.model.kernels.attention.decode import Scratch, decode_attention
 from shardwise.model.kernels.attention.latent import Tile, latent_attention, latent_scratch
 from shardwise.model.kernels.attention.paged import paged_attention, rope_write, tiles_of
@@ -235,7 +236,7 @@ class Turns:
         return x.copy_(self.sum)
 
 
-def cut(rows: int) -> None:
+def cut(rows: int, invariant: bool) -> None:
     """A fused block cut over two ranks, which add up what they made, is the block."""
     sizes = dict(layers=1, hidden=32, heads=2, kv_heads=1, head_dim=32, ffn=16, vocab=8)
     config = derive_model(ModelConfig(**sizes, qk_norm=True), 64)
@@ -244,13 +245,15 @@ def cut(rows: int) -> None:
     for parameter in whole.parameters():
         if parameter.ndim > 1:
             parameter *= 8
+    if invariant:
+        make_invariant(whole)
     slots, begins = torch.arange(1, rows + 1, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32)
     table = torch.arange(8 * 4, dtype=torch.int32).view(8, 4) + 1
     positions = torch.arange(rows, dtype=torch.int32) + 3
     x = torch.randn(1, rows, config.hidden)
 
     def cache_of(heads: int) -> PagedCache:
-        cache = PagedCache(config, 1, 40, 16, torch.float32, CPU, 8, heads)
+        cache = PagedCache(config, 1, 40, 16, torch.float32, CPU, 8, heads, invariant)
         cache.begin(PagedBatch(table, slots, positions, begins, rows, (), 16, positions))
         return cache
 
@@ -266,6 +269,8 @@ def cut(rows: int) -> None:
             offset, size = place.box(find_parameter(config, name))
             value = whole.get_parameter(name)[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
             setattr(owner, leaf, torch.nn.Parameter(value.clone(), requires_grad=False))
+        if invariant:
+            make_invariant(part)
         fuse(part, 64, DecodingGemms(), lambda x: turns.add_up(rank, x), rank == 0)
         load_kernels(part, [2], torch.nn.functional.linear)
         found[rank] = part.layers["0"](x.clone(), None, None, cache_of(place.kv_heads(config)).layers[0])[0]
@@ -283,7 +288,8 @@ def cut(rows: int) -> None:
 
 def cuts() -> None:
     for rows in (1, 3):  # the kernels of few rows, and those of more
-        cut(rows)
+        cut(rows, invariant=False)
+        cut(rows, invariant=True)
 
 
 def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
