@@ -76,7 +76,7 @@ class Series:
         # One point beyond each side, so that lines reach the edges.
         begin, end = max(0, int(begin) - 1), min(len(x), int(end) + 2)
         shown = np.arange(begin, end)
-        if end - begin > 4 * BLOCK * columns or end - begin > 64 * BLOCK:
+        if end - begin > BLOCK * columns:  # else blocks are wider than columns, and would hide points
             first, last = -(-begin // BLOCK), end // BLOCK
             inside = self._extremes.values[2 * first : 2 * last]
             shown = np.concatenate([np.arange(begin, first * BLOCK), inside, np.arange(last * BLOCK, end)])

@@ -45,6 +45,15 @@ def test_a_picture_has_every_peak(count: int, columns: int, seed: int, data: st.
     assert len(x) <= 2 * columns + 2 * columns + 2 * BLOCK + 4
 
 
+@pytest.mark.parametrize("count", [8_190, 8_200, 20_000, 102_400, 102_500, 1_000_000])
+def test_a_long_run_fills_every_column(count: int) -> None:
+    series = Series()
+    series.extend(list(range(count)), np.random.default_rng(0).standard_normal(count).tolist())
+    x, _ = series.picture(-np.inf, np.inf, 800)
+    assert 1000 < len(x) <= 1700
+    assert max(np.diff(x)) <= 4 * count / 800
+
+
 def test_what_is_not_finite_is_a_gap() -> None:
     series = Series()
     series.extend([1, 2, 3], [1.0, float("nan"), float("inf")])
