@@ -215,4 +215,7 @@ def run_folders(folder: Path) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / FILE).is_file() or (folder / EVENTS_FILE).is_file() or (folder / RUN_FILE).is_file()
+    try:
+        return (folder / FILE).is_file() or (folder / EVENTS_FILE).is_file() or (folder / RUN_FILE).is_file()
+    except OSError:  # another user's folder
+        return False

@@ -37,7 +37,8 @@
       if (again) seen = {};
       const began = performance.now();
       const answer = await ask();
-      if (!answer.unchanged) {
+      const wrong = answer.problems || [];
+      if (!answer.unchanged && wrong.length === 0) {
         seen = answer.versions;
         last = answer;
         draw();
@@ -46,7 +47,7 @@
         if (answer.runs.some((run) => run.reading)) pause = 20;
       }
       stopped = false;
-      say("");
+      say(wrong.map((problem) => problem.message).join("; "));
     } catch {
       if (!stopped) say("the server does not answer; is its command still running?");
       stopped = true;

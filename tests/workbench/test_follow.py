@@ -127,6 +127,22 @@ def test_runs_are_found_and_their_checkpoints_are_not(tmp_path: Path) -> None:
     assert run_folders(tmp_path / "a") == [tmp_path / "a"]
 
 
+def test_a_folder_of_another_user_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mine", "theirs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.toml").touch()
+    is_file = Path.is_file
+
+    def guarded(path: Path) -> bool:
+        if path.parent.name == "theirs":  # as for any user but root, for whom tests may run
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", guarded)
+    assert run_folders(tmp_path) == [tmp_path / "mine"]
+    assert [run["name"] for run in Watch(tmp_path).answer({})["runs"]] == ["mine"]
+
+
 def test_a_watch_answers_what_is_new(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     folder.mkdir()
