@@ -18,6 +18,7 @@ from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.run import Run, UserError
 from shardwise.serve.engine import Engine
 from shardwise.serve.generate import continue_prompts
+from shardwise.serve.generation_config import ends_of
 from shardwise.serve.request import Request, Sampling
 
 
@@ -87,8 +88,9 @@ class Answerer(ABC):
 class EngineAnswerer(Answerer):
     """An engine in this process."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, ends: frozenset[int] = frozenset()) -> None:
+        """`ends`: tokens that end an answer, besides the tokenizer's end token."""
+        self.engine, self.tokenizer, self.ends = engine, tokenizer, ends
         self.longest = engine.max_tokens - 1  # the engine always generates one token
 
     def likelihoods(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
@@ -122,7 +124,7 @@ class EngineAnswerer(Answerer):
             prompts = [list(wanted[n].prompt)[-kept:] or [self.first] for n in numbers]
             most = min(max_tokens, self.longest)
             sampling = Sampling(temperature, seed=0)
-            made = continue_prompts(self.engine, prompts, most, sampling, self.tokenizer, stop)
+            made = continue_prompts(self.engine, prompts, most, sampling, self.tokenizer, stop, self.ends)
             for number, continued in zip(numbers, made, strict=True):
                 texts[number] = continued.text
         return texts
@@ -204,4 +206,4 @@ def engine_answerer(folder: Path, run: Run, longest: int = 0) -> EngineAnswerer:
     tokenizer = load_tokenizer(folder)
     longest = longest or run.model.max_positions
     run = replace(run, model=replace(run.model, max_positions=max(longest, run.model.max_positions)))
-    return EngineAnswerer(make_engine(folder, run, longest), tokenizer)
+    return EngineAnswerer(make_engine(folder, run, longest), tokenizer, ends_of(folder, tokenizer))

@@ -28,14 +28,16 @@ def continue_prompts(
     sampling: Sampling,
     tokenizer: Tokenizer,
     stop: Sequence[str] = (),
+    ends: frozenset[int] = frozenset(),
 ) -> list[Continued]:
-    """Continue each prompt by at most `max_tokens`, up to the end token or to one of the stop strings in `stop`, which are left
-    out. The random draws of a prompt do not depend on the other prompts."""
+    """Continue each prompt by at most `max_tokens`, up to the tokenizer's end token, to one of `ends`, or to one of the stop
+    strings in `stop`, all of which are left out. The random draws of a prompt do not depend on the other prompts."""
+    ends = ends | {tokenizer.end}
     found = [Continued([]) for _ in prompts]
     for n, prompt in enumerate(prompts):
         # Each prompt has its own seed, so the same prompt twice gets two different answers.
         own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + (n << 32))
-        engine.add(Request(str(n), tuple(prompt), max_tokens, own, stop_tokens=frozenset({tokenizer.end})))
+        engine.add(Request(str(n), tuple(prompt), max_tokens, own, stop_tokens=ends))
     while not engine.idle:
         for output in engine.step():
             made = found[int(output.request)]
@@ -45,9 +47,7 @@ def continue_prompts(
                 )
             made.tokens += output.tokens
             text = (
-                tokenizer.decode([token for token in made.tokens if token != tokenizer.end])
-                if stop or output.finish
-                else ""
+                tokenizer.decode([token for token in made.tokens if token not in ends]) if stop or output.finish else ""
             )
             cuts = [text.index(each) for each in stop if each in text]
             if cuts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,22 @@ def test_over_http_as_in_this_process(trained: Path, answerer: EngineAnswerer) -
         assert answerer.generate(wanted) == other.generate(wanted)
     with pytest.raises(UserError, match="does not answer"):
         HttpAnswerer("http://127.0.0.1:1", ByteTokenizer(), 64)
+
+
+def test_the_publishers_end_tokens_end_an_answer(
+    trained: Path, answerer: EngineAnswerer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = [Wanted(answerer.encode("7 + 1 ="), 8)]
+    text = answerer.generate(wanted)[0]
+    end = text[-1]
+    folder = shutil.copytree(checkpoint_folder(trained), tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, ord(end)]}))
+    other = engine_answerer(folder, read_run(folder / "run.toml"), 64)
+    assert other.generate(wanted) == [text[: text.index(end)]]
+    words = ["generate", str(folder), "--prompt", "7 + 1 =", "--max-tokens", "8", "--temperature", "0", "--json"]
+    assert main(words) == 0
+    (sample,) = json.loads(capsys.readouterr().out)["samples"]
+    assert (sample["text"], sample["ended_by"]) == (text[: text.index(end)], "end")
 
 
 def test_tasks(

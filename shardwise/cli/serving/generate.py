@@ -64,6 +64,7 @@ def execute(args: argparse.Namespace) -> int:
     from shardwise.data.tokenizer import load_tokenizer
     from shardwise.run import read_served
     from shardwise.serve.generate import continue_prompts
+    from shardwise.serve.generation_config import ends_of
     from shardwise.serve.request import Sampling
 
     folder = checkpoint_folder(args.run)
@@ -94,9 +95,9 @@ def execute(args: argparse.Namespace) -> int:
     with adapted(folder, args.adapter) as weights, engine_here(weights, run, longest) as engine:
         if engine is None:
             return 0
-        for prompt, made in zip(
-            args.prompt, continue_prompts(engine, prompts, args.max_tokens, sampling, tokenizer, args.stop), strict=True
-        ):
+        ends = ends_of(folder, tokenizer)
+        texts = continue_prompts(engine, prompts, args.max_tokens, sampling, tokenizer, args.stop, ends)
+        for prompt, made in zip(args.prompt, texts, strict=True):
             samples.append(dict(prompt=prompt, text=made.text, tokens=made.tokens, ended_by=made.ended_by))
             count += len(made.tokens)
     seconds = time.perf_counter() - start

@@ -3,7 +3,6 @@ and the sampling parameters that its publisher recommends, which are the default
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -14,8 +13,8 @@ from typing import Any
 from shardwise.data.chat.files import templates_in
 from shardwise.data.chat.template import PLAIN, ChatTemplate, load_template
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
+from shardwise.serve.generation_config import ends_of, read_generation
 
-GENERATION = "generation_config.json"
 # The parameters that a generation_config.json may recommend, and their valid ranges.
 RECOMMENDED = {
     "temperature": (0.0, 2.0),
@@ -48,14 +47,12 @@ def load_model_files(folder: Path, name: str, template: str | Path | None = None
     """The model of a checkpoint folder; `template` is a file to use instead of the chat template of the folder or of its
     `adapter`."""
     tokenizer = load_tokenizer(folder)
-    generation = _read_json(folder / GENERATION)
-    ends = generation.get("eos_token_id")
-    ids = [token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)]
+    generation = read_generation(folder)
     return Model(
         name=name,
         tokenizer=tokenizer,
         template=load_template(adapter if adapter and templates_in(adapter) else folder, tokenizer, template),
-        ends=frozenset([tokenizer.end, *ids]),
+        ends=ends_of(folder, tokenizer),
         recommended={
             key: generation[key] for key, limits in RECOMMENDED.items() if _within(generation.get(key), limits)
         },
@@ -65,11 +62,3 @@ def load_model_files(folder: Path, name: str, template: str | Path | None = None
 def _within(value: Any, limits: tuple[float, float]) -> bool:
     known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return known and limits[0] <= value <= limits[1]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
