@@ -1,5 +1,5 @@
-"""Searches of runs that name how activations or parameters leave the device or are recomputed, or an objective: the tables say of
-each layout what its plan says, so none is left out or put in the wrong place."""
+"""Searches of runs that name how activations or parameters leave the device or are recomputed, a schedule or an objective: the
+tables say of each layout what its plan says, so none is left out or put in the wrong place."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ NAMED: dict[str, dict[str, Any]] = {
     "host": dict(memory=dict(activations="host")),
     "dpo": dict(objective=dict(kind="dpo")),
     "dpo lora": dict(objective=dict(kind="dpo"), adapter=dict(kind="lora", rank=16)),
+    "bpipe": dict(layers=16, layout=dict(schedule="bpipe", pipeline=4), cluster=dict(intra_gbs=20.0)),
+    "dualpipe": dict(layout=dict(schedule="dualpipe", pipeline=4)),
 }
 SHOWN = 12
 
@@ -38,24 +40,26 @@ def made(name: str) -> Run:
     model = dict(layers=keys.get("layers", 8), hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000)
     train = dict(seq_len=4096, global_batch=16, dtype="bfloat16")
     layout = dict(auto=True) | keys.get("layout", {})
-    cluster = dict(chip="h100", nodes=1, devices_per_node=4)
+    cluster = dict(chip="h100", nodes=1, devices_per_node=4) | keys.get("cluster", {})
     others = {table: keys[table] for table in ("memory", "objective", "adapter") if table in keys}
     return run_from_dict(dict(model=model, layout=layout, train=train, cluster=cluster) | others)
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_layouts_of_a_named_key_are_searched_as_they_are_planned(name: str) -> None:
+    seen = 0
     for space in spaces_of(made(name), 4, 4):
         every = all_candidates(space, np.inf).found
         some = every[:: max(1, len(every) // SHOWN)]
         played = play([(one.group, one.layout) for one in some])
-        assert some
+        seen += len(some)
         for candidate, seconds in zip(some, played, strict=True):
             run = candidate.group.run_at(candidate.layout)
             job = job_of(run)
             assert seconds == pytest.approx(step_time(prepare(job)).seconds, rel=1e-6), run.layout
             if name != "offload":  # which is estimated, by another formula
                 assert memory_of(run, job).peak >= LEAST_MEMORY * candidate.memory, run.layout
+    assert seen
 
 
 def test_optimal_recomputation_is_refused_with_its_reason() -> None:

@@ -16,6 +16,7 @@ from shardwise.plan.cost.job import job_of, overlapped
 from shardwise.plan.cost.passes import ModuleCost, NetworkCost, Passes, passes
 from shardwise.plan.search.screen import Group, added_passes
 from shardwise.plan.search.screened import LayoutIndex
+from shardwise.plan.search.space import ASKED
 from shardwise.plan.time.data import DataSeconds
 from shardwise.plan.time.goodput import reading_seconds
 from shardwise.plan.time.step import (
@@ -27,7 +28,6 @@ from shardwise.plan.time.step import (
     waves_of,
     with_zero,
 )  # fmt: skip
-from shardwise.run.axes import BIDIRECTIONAL
 from shardwise.schedules import rounds_to_play
 
 Array = Any
@@ -51,7 +51,8 @@ def play(places: Sequence[Place]) -> list[float]:
         return []
     space = places[0][0].space
     seconds = np.zeros(len(places))
-    if space.devices == 1:  # on a single device, CUDA graphs and compute copies depend on more than the tables hold
+    asked = "schedule" in space.run.layout.fixed and space.run.layout.schedule in ASKED
+    if space.devices == 1 or asked:  # the tables hold no CUDA graphs, compute copies, hand-overs or mirrored gradients
         jobs = [job_of(group.run_at(index)) for group, index in places]
         seconds[:] = [step.seconds for step in step_times([prepare(job) for job in jobs])]
     else:
@@ -64,8 +65,7 @@ def play(places: Sequence[Place]) -> list[float]:
             which = np.array(those)
             rows = np.array([places[n][1].row for n in those])
             costed = _costed(group, schedule, chunks, method, mode, which, rows)
-            ways = 2 if schedule in BIDIRECTIONAL and group.pipeline > 1 else 1
-            for key, few in _by_rounds(group.pipeline * ways, costed.microbatches):
+            for key, few in _by_rounds(group.pipeline, costed.microbatches):
                 part = _Costed(*(x[..., few] for x in costed))
                 shapes.setdefault((schedule, group.pipeline, costed.stages.shape[1], *key), []).append(part)
         for (schedule, pipeline, stages, *rounds), parts in shapes.items():
