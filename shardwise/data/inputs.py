@@ -103,7 +103,16 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield Path(here, file)
 
 
+def refuse_odd_name(path: str | Path) -> None:
+    """Raise for a name that is not UTF-8: plans and fates are JSON, which cannot hold it."""
+    name = os.fsencode(os.path.realpath(path)).decode("utf-8", "replace")
+    if name != os.path.realpath(path):
+        where = os.fsencode(path).decode("utf-8", "replace")
+        raise UserError(Problem("has a name that is not UTF-8; rename it", where=where))
+
+
 def _add(path: Path, field: str | None, found: dict[str, Input]) -> None:
+    refuse_odd_name(path)
     kind, zipped = kind_of(path) or ("text", path.suffix.lower() == ".gz")
     if path.name.lower().endswith((".json", ".json.gz")):
         message = "is .json: name it .jsonl if each line is an object, or .txt if the JSON itself is the text"

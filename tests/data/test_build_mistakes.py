@@ -96,6 +96,17 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     assert problem(path, tmp_path / "out") == f"{path}:3: is not UTF-8 text"
 
 
+def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    path = os.fsencode(tmp_path / "in") + b"/caf\xe9.txt"
+    try:
+        Path(os.fsdecode(path)).write_bytes(b"hello")
+    except OSError:
+        pytest.skip("the file system takes no such names")
+    want = f"{tmp_path}/in/caf\ufffd.txt: has a name that is not UTF-8; rename it"
+    assert problem(tmp_path / "in", tmp_path / "out") == want
+
+
 def test_broken_gzip(tmp_path: Path) -> None:
     whole = gzip.compress(b"some text that is long enough to be cut\n" * 50)
     for i, content in enumerate((whole[:-12], b"not gzip at all", whole[:40] + b"????" + whole[44:])):

@@ -8,7 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.data.inputs import JSONL, PARQUET, TEXT, Chunk, Input, Unit, import_parquet, split_into_units
+from shardwise.data.inputs import (
+    JSONL,
+    PARQUET,
+    TEXT,
+    Chunk,
+    Input,
+    Unit,
+    import_parquet,
+    refuse_odd_name,
+    split_into_units,
+)
 from shardwise.data.prepare.recipe import Recipe
 from shardwise.data.prepare.streams import COMPRESSIONS
 from shardwise.run.problems import Problem, UserError
@@ -76,6 +86,7 @@ def _behind(name: str) -> Iterator[str]:
 
 
 def _file(path: str, source: int, field: str) -> File:
+    refuse_odd_name(path)
     known = kind_of(path)
     if known is None:
         names = ", ".join(suffix for suffixes in KINDS.values() for suffix in suffixes)

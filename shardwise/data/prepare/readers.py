@@ -43,7 +43,10 @@ def read(file: File, chunk: Chunk, name: str, longest: int) -> Iterator[Row]:
         for row in make():
             place = row.place + row.size
             yield row
-    except broken() as e:
+    except Exception as e:
+        # bzip2 raises a bare OSError; those of the disk have a number.
+        if not isinstance(e, broken()) and (type(e) is not OSError or e.errno is not None):
+            raise
         yield Row(place, 0, wrong=f"the {file.compression or file.kind} file is broken from here on: {_said(e)}")
 
 
@@ -128,8 +131,9 @@ def _value(line: bytes, place: int, name: str) -> Row:
         return Row(place, size, wrong=f'field "{name}" is {name_of(text)}, not text')
     row = Row(place, size, text, _surrogates(text))
     for key in ("id", "url"):
-        if isinstance(found.get(key), str | int):
-            row.meta[key] = found[key]
+        value = found.get(key)
+        if isinstance(value, int) or (isinstance(value, str) and not _surrogates(value)):
+            row.meta[key] = value
     return row
 
 

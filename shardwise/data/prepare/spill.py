@@ -119,7 +119,8 @@ class Log:
             "changed": self._changed,
             **more,
         }
-        (self._folder / REPORT).write_text(json.dumps(report, ensure_ascii=False), encoding="utf-8")
+        # An example of unreadable input may hold half of a surrogate pair, which UTF-8 has not.
+        (self._folder / REPORT).write_text(json.dumps(report, ensure_ascii=False), encoding="utf-8", errors="replace")
 
 
 def read_report(folder: Path) -> dict[str, Any]:

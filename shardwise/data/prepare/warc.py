@@ -70,7 +70,7 @@ def records(stream: IO[bytes], longest: int) -> Iterator[Record]:
             lost = -1
         fields = _fields(source)
         length = fields.get("content-length", "")
-        if not length.isdigit():
+        if not (length.isascii() and length.isdigit() and len(length) < 19):  # fits in 64 bits
             yield Record(place, source.at - place, wrong="a WARC record without a length")
             continue
         yield from _record(source, place, fields, int(length), longest)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import json
 import lzma
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -241,6 +243,51 @@ def test_bad_input_is_skipped_and_told_or_stops(tmp_path: Path) -> None:
         prepare(read_recipe(recipe), tmp_path, tmp_path / "stopped", workers=1)
 
 
+def test_input_of_no_text_or_length_does_not_stop_the_others(tmp_path: Path) -> None:
+    """Half of a surrogate pair in a text and in a url, a broken bzip2 file, and lengths that are no numbers or too large."""
+    rows = [{"text": "one"}, {"text": "bad \ud800"}, {"text": "two", "url": "http://\ud800", "id": "\ud800"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    packed = bytearray(bz2.compress(LINES))
+    packed[len(packed) // 2] ^= 255
+    (tmp_path / "b.jsonl.bz2").write_bytes(packed)
+    good = record("conversion", b"three", "text/plain")
+    odd = [good.replace(b"Content-Length: 5", b"Content-Length: " + each) for each in ("²".encode(), b"9" * 5000)]
+    (tmp_path / "c.warc").write_bytes(odd[0] + good + odd[1])
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[[sources]]\nname = "web"\npaths = ["a.jsonl", "b.jsonl.bz2", "c.warc"]\n')
+    found = prepare(read_recipe(recipe), tmp_path, tmp_path / "out", workers=1)
+    lines = (tmp_path / "out/documents").glob("*.jsonl")
+    texts = [json.loads(line) for path in sorted(lines) for line in path.read_text("utf-8").splitlines()]
+    assert [row["text"] for row in texts] == ["one", "two", "three"]
+    assert "url" not in texts[1]
+    reasons = {reason: each["documents"] for reason, each in found["steps"][0]["reasons"].items()}
+    assert reasons.pop("half of a surrogate pair, which is not text") == 1
+    assert reasons.pop("a WARC record without a length") == 2
+    assert any(reason.startswith("the bzip2 file is broken from here on") for reason in reasons)
+
+
+def test_an_error_of_the_disk_is_not_a_broken_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+
+    def fails(*args: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("shardwise.data.prepare.readers.open_stream", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        rows_of(tmp_path / "a.jsonl")
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    path = os.fsencode(tmp_path / "in") + b"/caf\xe9.txt"
+    try:
+        Path(os.fsdecode(path)).write_bytes(b"hello")
+    except OSError:
+        pytest.skip("the file system takes no such names")
+    with pytest.raises(UserError, match=r"caf\ufffd\.txt: has a name that is not UTF-8; rename it"):
+        find_files(Recipe((Source("a", (str(tmp_path / "in"),)),)))
+
+
 def test_reasons_do_not_grow_with_what_is_wrong(tmp_path: Path) -> None:
     """Every line breaks at another byte, more of them than a reason's number has bits for."""
     count = 2**16 + 10
@@ -257,8 +304,6 @@ def test_reasons_do_not_grow_with_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import errno
-
     from shardwise.data.prepare import spill
 
     (tmp_path / "a.jsonl").write_bytes(LINES)
