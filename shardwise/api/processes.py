@@ -4,6 +4,7 @@ notebook keeps its memory, its threads and its signals to itself."""
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -44,8 +45,8 @@ class TrainResult(Result):
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """Pairs of step and loss."""
-        return [(record["step"], record["loss"]) for record in self.metrics if "loss" in record]
+        """Pairs of step and loss. A loss that is not finite is stored as text."""
+        return [(record["step"], float(record["loss"])) for record in self.metrics if "loss" in record]
 
     @property
     def loss(self) -> float:
@@ -62,7 +63,7 @@ class TrainResult(Result):
     def page(self) -> str:
         from shardwise.report import html, plot, words
 
-        losses = plot.Series("loss", self.losses)
+        losses = plot.Series("loss", [(step, loss) for step, loss in self.losses if math.isfinite(loss)])
         drawn = plot.svg([plot.Plot("Loss", "step", "loss", [losses], log_x=False)])
         figures = [("folder", self.folder.name, str(self.folder)), ("loss", f"{self.loss:.4f}", "of the last step")]
         if speeds := [record["tokens_per_s"] for record in self.metrics if record.get("tokens_per_s")]:

@@ -42,7 +42,7 @@ class Run:
         run = self._planned.run
         self.name, self.model, self.layout, self.data = run.name, run.model, run.layout, run.data
         self.train, self.objective, self.adapter = run.train, run.objective, run.adapter
-        self.serve, self.cluster = run.serve, run.cluster
+        self.memory, self.serve, self.cluster = run.memory, run.serve, run.cluster
 
     def replace(self, **keys: Any) -> Run:
         """This run with some keys changed."""

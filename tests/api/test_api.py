@@ -15,6 +15,7 @@ import shardwise
 from shardwise.cli.main import main
 from shardwise.run import Run as ResolvedRun
 from shardwise.run import read_run
+from shardwise.run.config import SECTIONS
 
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "ffn": 128, "vocab": 256}
 RUN = """
@@ -169,6 +170,13 @@ def test_a_run_shows_what_was_chosen() -> None:
     assert "layout.tensor=2" in repr(run)
     assert "hidden" not in repr(run)
     assert "tensor = 2" in run._repr_html_()
+
+
+def test_a_run_has_every_section() -> None:
+    run = shardwise.Run(**{"memory.optimizer": "host"})
+    assert run.memory.optimizer == "host"
+    for name, section in SECTIONS.items():
+        assert isinstance(getattr(run, name), section), name
 
 
 def test_signatures_are_those_of_the_functions() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 import shardwise
+from shardwise.api.processes import TrainResult
 from shardwise.data.build import build
+from shardwise.run import read_run
+from shardwise.train.progress.metrics import Metrics
 
 H200 = Path(__file__).parents[1] / "trace/data/h200"
 
@@ -50,6 +54,19 @@ def test_a_run_is_resumed(tiny: tuple[shardwise.Run, Path], capfd: pytest.Captur
     assert not capfd.readouterr().out
     with pytest.raises(shardwise.UserError, match="hidden"):
         shardwise.train(run.replace(hidden=32), out, quiet=True)
+
+
+@pytest.mark.parametrize("first", [2.5, float("inf")])
+def test_a_run_that_diverged_is_shown(first: float, tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, read_run(), print)
+    metrics.record(step=1, loss=first)
+    metrics.record(step=2, loss=float("nan"))
+    result = TrainResult(tmp_path)
+    assert [step for step, _ in result.losses] == [1, 2]
+    assert result.losses[0][1] == first
+    assert math.isnan(result.loss)
+    assert "2 steps, loss nan" in repr(result)
+    assert "<svg" in result.page()
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
