@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from shardwise.run.problems import UserError
 from shardwise.trace.memory.history import explain_snapshot
 from shardwise.trace.memory.snapshot import read_profiled, read_snapshots
 
+H200 = Path(__file__).parent / "data" / "h200"
 FORWARD = [
     dict(filename="/home/me/model.py", line=10, name="forward"),
     dict(filename="/x/torch/nn/modules/module.py", line=1, name="_call_impl"),
@@ -203,6 +205,27 @@ def test_a_plan_stands_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert rows["parameters"] == stage["parameters"]
     assert rows["temporary"] == stage["logits"] + stage["gathered"] + stage["buffers"]
     assert rows["peak"] == pytest.approx(sum(stage.values()) - stage["workspace"])
+
+
+def test_a_profile_with_memory_is_compared_with_one_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    machine = trained()
+    history = [[e["action"], e["addr"], e["size"], e["time_us"]] for e in machine.trace]
+    profile = tmp_path / "profile"
+    shutil.copytree(H200, profile)
+    (profile / "memory").mkdir()
+    with gzip.open(profile / "memory" / "rank-00000.json.gz", "wt") as file:
+        json.dump(dict(owners={}, allocator=dict(history=history, segments=[], marks=[], owners=[])), file)
+    old = H200 / "ranks" / "rank-00000.json.gz"
+    assert main(["trace", str(profile), "--against", str(old), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["against"]["passed"]
+    assert "against" not in said["memory_snapshots"][0]
+    snapshot = written(tmp_path / "a.pickle", machine.dump())
+    assert main(["trace", str(snapshot), "--against", str(old)]) == 2
+    assert "has no memory to compare with" in capsys.readouterr().err
 
 
 def test_what_profile_records(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def baseline_of(args: argparse.Namespace, rank: int) -> MemoryBaseline | None:
         stages = json.loads(path.read_text(encoding="utf-8"))["memory"]["stages"]
         return MemoryBaseline("plan", _as_seen(max(stages, key=lambda owners: sum(owners.values()))))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(Problem(f"{path} has no memory to compare with", "--against")) from None
+        return None
 
 
 def planned_of(run: Run, rank: int) -> MemoryBaseline:
@@ -130,6 +130,8 @@ def execute_memory(args: argparse.Namespace, snapshots: Sequence[Path]) -> int:
     if not histories:
         raise UserError(Problem("has no device with memory or a history", where=str(snapshots[0])))
     others = [baseline_of(args, history.rank) for history in histories]
+    if args.against is not None and None in others:
+        raise UserError(Problem(f"{args.against} has no memory to compare with", "--against"))
     passed = all(passes(args, history, other) for history, other in zip(histories, others, strict=True))
     if args.html:
         from shardwise.report import html, memory_view
