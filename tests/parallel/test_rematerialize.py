@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
+from types import ModuleType
 from typing import Any
 
 import cases
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.measure.verify import TOLERANCE, verify_rank
+from shardwise.model import Transformer, initialize
+from shardwise.model.invariant.network import make_invariant
+from shardwise.parallel.activations.quantized import quantized_in
+from shardwise.parallel.activations.rematerialize import keep_in_form, rematerialize
+from shardwise.parallel.activations.saving import saving
 from shardwise.plan.cost.job import job_of
 from shardwise.plan.cost.rematerialization import SAVED, Choice, choices, fewest_seconds, graph
 from shardwise.plan.trainer.rank import PlannedRank
-from shardwise.run import Run
+from shardwise.run import ModelConfig, Run
+from shardwise.run.derive import derive_model
 from shardwise.train.step import TrainState
 
 PLAIN = "dense + no query norm"
@@ -54,6 +63,70 @@ def test_made_again_it_is_the_same_bits_and_the_bytes_of_the_plan(model: str, dt
     assert not verdict.beyond(TOLERANCE), verdict.beyond(TOLERANCE)
     plan, measured = (memory.ranks[0]["activations"] for memory in (verdict.planned.memory, verdict.measured.memory))
     assert plan == measured
+
+
+def one_layer(invariant: bool = True, dtype: torch.dtype = torch.float32) -> Transformer:
+    config = derive_model(ModelConfig(hidden=64, layers=1, heads=2, ffn=64, vocab=50), 32)
+    model = Transformer(config, dtype)
+    initialize(model, config, 0)
+    if invariant:
+        make_invariant(model)
+    return model
+
+
+def loss_and_gradients(model: Transformer) -> list[torch.Tensor]:
+    tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
+    with saving():
+        loss = model(tokens[:, :-1], finish=lambda x, w: model.loss(x, w, tokens[:, 1:])).result
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("words", [*((word,) for word in SAVED), SAVED], ids=lambda words: " ".join(words))
+def test_an_invariant_layer_is_the_same_bits_too(words: tuple[str, ...]) -> None:
+    plain, made = one_layer(), one_layer()
+    rematerialize(made.layers["0"], words)
+    for one, other in zip(loss_and_gradients(made), loss_and_gradients(plain), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_product_of_an_invariant_layer_is_recomputed() -> None:
+    """From gate and up, which it saves anyway."""
+    model, noted = one_layer(), []
+    rematerialize(model.layers["0"], {"inner"}, lambda out, inputs, make: noted.append((out, make(*inputs))))
+    loss_and_gradients(model)
+    ((out, again),) = noted
+    assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("word", ["", "function", "inner"])
+def test_an_invariant_layer_asks_its_kernel_for_its_own_function(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def recorded(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+        asked.append(activation)
+        return gate * up
+
+    kernels = ModuleType("shardwise.model.kernels.gated")
+    kernels.gated_product = recorded  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    block = one_layer(dtype=torch.bfloat16).layers["0"]
+    keep_in_form(block, {word}, quantized_in(8))
+    with FakeTensorMode(), torch.no_grad():
+        gate = torch.empty(1, 4, 64, device="cuda", dtype=torch.bfloat16)
+        block.ffn.gated(block.ffn.function, gate, gate)
+    assert asked == ["silu"]
+
+
+def test_a_layer_wrapped_twice_notes_the_words_of_both() -> None:
+    """As one is whose tensors are recomputed in part and swapped in part."""
+    model, first, second = one_layer(invariant=False), [], []
+    rematerialize(model.layers["0"], {"inner"}, lambda out, inputs, make: first.append(out))
+    rematerialize(model.layers["0"], {"function"}, lambda out, inputs, make: second.append((out, inputs)))
+    loss_and_gradients(model)
+    assert len(first) == 1
+    ((out, (gate,)),) = second
+    assert torch.equal(out, torch.nn.functional.silu(gate))
 
 
 def test_a_budget_between_is_kept_with_some_of_them() -> None:

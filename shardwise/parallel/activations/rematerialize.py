@@ -9,6 +9,7 @@ records the same operations, and recomputed tensors have the same bits.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.functional import relu
 
 from shardwise.model.attention import GroupedAttention
 from shardwise.model.layers import FeedForward
+from shardwise.model.layers import gated as plain_product
 from shardwise.model.rope import Rope
 from shardwise.model.transformer import Block
 from shardwise.parallel.activations.saving import Form, note, note_form, noted_afterwards
@@ -80,8 +82,16 @@ def _feed_forward(ffn: FeedForward, words: frozenset[str], note: Note) -> None:
         if "inner" in words:
             ffn.function = _noting(function, note)
         return
+    # A product of another kind chooses its kernel by the function, so it needs the function itself. It saves only gate and up.
+    # Several sets of words may wrap it, one after the other.
+    whole = inspect.unwrap(gated) is not plain_product
 
     def product(function: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+        if whole:
+            out = gated(function, gate, up)
+            if "inner" in words:
+                note(out, (gate, up), functools.partial(gated, function))
+            return out
         made: list[Tensor] = []
 
         def noting(x: Tensor) -> Tensor:
@@ -94,7 +104,7 @@ def _feed_forward(ffn: FeedForward, words: frozenset[str], note: Note) -> None:
         return out
 
     if words & {"function", "inner"}:
-        ffn.gated = product
+        ffn.gated = functools.wraps(gated)(product)
 
 
 def rematerialize_squares(block: Block) -> None:
