@@ -95,6 +95,12 @@ def test_budget_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "Chinchilla" in capsys.readouterr().out
 
 
+def test_a_budget_on_a_chip_without_bfloat16(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    assert main(["budget", "--flops", "1e18", "--chip", "v100", "--devices", "1", "--out", str(path)]) == 0
+    assert read_run(path).train.dtype == "float16"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -104,6 +110,8 @@ def test_budget_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--flops", "1e20", "--law", "missing.json"], "cannot be read"),
         (["--flops", "1e20", "--chip", "h1000"], "h1000"),
         (["--dollars", "-3"], "number of 0.01 or more"),
+        (["--flops", "1e20", "--chip", "h100", "--devices", "12"], "--devices: 12 devices are not whole machines of 8"),
+        (["--flops", "1e18", "--chip", "h100", "--serve-tokens", "1e15"], "too small to train any model and serve it"),
     ],
 )
 def test_bad_budgets_get_a_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
