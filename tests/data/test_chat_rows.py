@@ -91,12 +91,32 @@ def test_a_function_call_of_sharegpt() -> None:
         ({"chosen": [U, A], "rejected": [U]}, "pairs", "beginning of the other"),
         ({"prompt": "q", "completion": "a", "label": "good"}, "labels", "neither true nor false"),
         ({"prompt": ""}, "prompts", 'has no "prompt"'),
+        ({"prompt": None}, "prompts", 'has no "prompt"'),
+        ({"instruction": "q", "output": "a", "history": 5}, "chat", '"history" is not a list'),
+        ({"instruction": "q", "output": "a", "history": {"q": "a"}}, "chat", '"history" is not a list'),
+        *(
+            (
+                {"prompt": "q", "chosen": "a", "rejected": "b", "margin": margin},
+                "pairs",
+                '"margin" is not a finite number',
+            )
+            for margin in (1e39, -1e39, 10**400, float("inf"), float("nan"), True, "1")
+        ),
         ([1], "chat", "not a JSON object"),
     ],
 )
 def test_reasons(row: Any, form: Any, reason: str) -> None:
     with pytest.raises(BadRow, match=reason):
         read_row(row, form)
+
+
+def test_a_prompt_of_null_is_no_prompt() -> None:
+    assert read_row({"prompt": None, "messages": [U]}, "prompts").dialogs == (Dialog((U,)),)
+
+
+@pytest.mark.parametrize("margin", [0, -2.5, 3e38])
+def test_margins(margin: float) -> None:
+    assert read_row({"prompt": "q", "chosen": "a", "rejected": "b", "margin": margin}, "pairs").margin == margin
 
 
 def test_a_row_of_no_form() -> None:

@@ -8,7 +8,6 @@ without a template.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -21,6 +20,8 @@ Form = Literal["chat", "pairs", "labels", "prompts"]
 FORMS: tuple[Form, ...] = get_args(Form)
 KINDS: dict[Form, str] = {"chat": "chat", "pairs": "preference", "labels": "preference", "prompts": "prompts"}
 """The `kind` of a data set of such rows in its index."""
+_LARGEST_MARGIN = 3e38
+"""Margins are stored as float32."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise BadRow('"output" is empty')
     asked = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text)
     turns = [(asked, texts["output"])]
-    for turn in reversed(row.get("history") or []):
+    history = row.get("history") or []
+    for turn in reversed(history) if isinstance(history, list) else [None]:
         if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(each, str) for each in turn):
             raise BadRow('"history" is not a list of questions with their answers')
         turns.insert(0, (turn[0], turn[1]))
@@ -170,7 +172,7 @@ def _pair(row: Mapping[str, Any]) -> Example:
 def _margin(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_MARGIN:
         raise BadRow('"margin" is not a finite number')
     return float(value)
 
@@ -182,7 +184,9 @@ def _shared_text(one: str, other: str) -> str:
 
 
 def _prompt(row: Mapping[str, Any]) -> Dialog:
-    prompt = row.get("prompt", row.get("messages"))
+    prompt = row.get("prompt")
+    if prompt is None:  # Parquet gives every column to every row
+        prompt = row.get("messages")
     if isinstance(prompt, str) and prompt:
         return Dialog(prompt=prompt)
     if prompt is None or prompt == "":
