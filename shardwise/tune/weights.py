@@ -139,7 +139,9 @@ class RolloutWeights:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the network to the trainer's values. Every rank calls it."""
+        """Update the network to the trainer's values. Every rank calls it. An asynchronous pipeline first finishes its passes in
+        flight, so that all stages have made the same updates."""
+        self.state.drain()
         self.state.refresh()
         if is_whole(self.state.run):
             for name, target in self.copied.items():

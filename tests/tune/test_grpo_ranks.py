@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grpo_runs import assert_learns_as_one_process, grpo_run, name_of, steps
+from grpo_runs import assert_learns_as_one_process, grpo_run, name_of, steps, train_rank
 from parallel_pool import RankPool
 
 from shardwise.plan.serving.relaid import rollout_layout
@@ -107,6 +107,29 @@ def test_invariant_engines_on_several_ranks(ranks: RankPool, task: Path, tmp_pat
     assert_learns_as_one_process(ranks, run, layout, tmp_path)
     if exact:
         assert [step["mismatch"] for step in steps(tmp_path / name_of(layout))] == [0, 0, 0]
+
+
+@pytest.mark.large("an asynchronous pipeline that answers, stopped and resumed; three runs on two ranks")
+def test_an_asynchronous_pipeline_answers_with_the_weights_of_a_checkpoint(
+    ranks: RankPool, task: Path, tmp_path: Path
+) -> None:
+    """All stages have made the updates of the steps before a round; a resumed run, whose stages have, draws the same answers."""
+
+    def run(count: int) -> Run:
+        layout = dict(pipeline=2, schedule="pipedream")
+        return grpo_run(task, layout=layout, train=dict(steps=count, microbatch=2, clip=0, checkpoint_every=0))
+
+    ranks.run(2, train_rank, run(4), tmp_path / "whole")
+    ranks.run(2, train_rank, run(2), tmp_path / "parts")
+    ranks.run(2, train_rank, run(4), tmp_path / "parts")
+    whole, parts = (steps(tmp_path / name) for name in ("whole", "parts"))
+    assert len(whole) == 4
+    for one, other in zip(whole, parts, strict=True):
+        del (
+            one["grad_norm"],
+            other["grad_norm"],
+        )  # of the gradients each stage last updated with; a resumed stage has none
+        assert other == one
 
 
 def test_a_reference_is_the_same_on_shards(ranks: RankPool, task: Path, tmp_path: Path) -> None:
