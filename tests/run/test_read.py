@@ -158,6 +158,12 @@ ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmu
             "layout.schedule",
             "this schedule overlaps them",
         ),
+        (
+            ["objective.kind=grpo", "objective.rewards=a.py:f", "objective.pack=true", "train.global_batch=64", "train.clip=0",
+             "layout.pipeline=2", "layout.schedule=pipedream"],
+            "layout.schedule",
+            "pipedream does not go with objective.pack: its updates count microbatches",
+        ),
         ([*RARELY, "layout.offload=true"], "layout.sync_every", "on the host"),
         ([*RARELY, "train.dtype=float16"], "layout.sync_every", "its own loss scale"),
         ([*RARELY, "train.guard=rollback"], "layout.sync_every", "a rollback needs all"),

@@ -56,6 +56,8 @@ def _asynchronous_rules(run: Run) -> Iterator[Rule]:
         ("model.tied_embeddings", m.tied_embeddings, "a tied embedding has copies on stages that update at different times"),
         ("model.experts", m.experts > 0, "expert balancing needs all stages at the same step"),
         ("objective.kind", facts_of(run.objective).reference > 0, "a reference model needs all stages at the same step"),
+        ("objective.pack", run.objective.kind == "grpo" and run.objective.pack,
+         "its updates count microbatches, and packed steps have different numbers of them"),
         ("memory.optimizer", run.memory.hosts_optimizer, "the host updates after the passes of one rank"),
         ("layout.offload", lay.offload, "it keeps only one version of the weights"),
         ("layout.compress", lay.compress != "none", "it needs all stages at the same step"),
