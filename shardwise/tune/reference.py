@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.resume import load_weights
+from shardwise.checkpoint.state import buffers
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.model.adapters import adapters_off
 from shardwise.parallel.local_parameter import local
@@ -39,7 +40,9 @@ class Reference:
             values.copy_(before)
 
     def _values(self) -> list[Tensor]:
-        return [local(each.parameter.detach()) for each in self.state.parallel.parameters]
+        """The parameters, and the routers' selection biases, which decide what a network computes too."""
+        parameters = [local(each.parameter.detach()) for each in self.state.parallel.parameters]
+        return parameters + [buffer for _, buffer in buffers(self.state)]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

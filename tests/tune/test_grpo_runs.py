@@ -13,6 +13,8 @@ import torch
 from grpo_runs import grpo_run
 
 from shardwise.checkpoint.format import read_manifest
+from shardwise.checkpoint.reader import open_checkpoint
+from shardwise.checkpoint.state import buffers
 from shardwise.cli.main import main
 from shardwise.plan.plan import plan
 from shardwise.run import Run, UserError, to_toml
@@ -122,6 +124,33 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(task: Path, tmp_path: Path,
     ]
     assert files[0]
     assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
+
+
+def test_a_resumed_run_keeps_its_selection_biases_beside_a_reference(task: Path, tmp_path: Path) -> None:
+    """Biases are trained too: reading the reference's weights must not put back those that training began with."""
+    model = dict(experts=4, experts_per_token=2, router="sigmoid")
+    keys: dict[str, Any] = dict(balance_rate=0.05, checkpoint_every=2)
+    train(grpo_run(task, model=model, train=keys | dict(steps=1)), tmp_path / "first", open_source=source_of)
+
+    def run(steps: int) -> Run:
+        begins = keys | dict(steps=steps, weights=str(tmp_path / "first"))
+        return grpo_run(task, model=model, train=begins, objective=dict(kl_beta=0.1))
+
+    train(run(4), tmp_path / "whole", open_source=source_of)
+    train(run(2), tmp_path / "parts", open_source=source_of)
+    train(run(4), tmp_path / "parts", open_source=source_of)
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
+    # The reference has its own biases, too: at step 1 it is the network itself.
+    assert records(tmp_path / "whole")[0]["kl"] == pytest.approx(0, abs=1e-12)
+    source, reader = attached(run(4)), open_checkpoint(tmp_path / "whole" / "checkpoints" / "step-00000004", kind="")
+    (name, bias), *_ = buffers(source.state)
+    began = bias.clone()
+    assert source.reference is not None
+    bias.copy_(reader.get(f"model/{name}"))
+    assert not torch.equal(bias, began)
+    with source.reference.in_place():
+        assert torch.equal(bias, began)
+    assert not torch.equal(bias, began)
 
 
 def test_bits_of_engine_and_trainer_are_the_same(task: Path, tmp_path: Path) -> None:
