@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +34,9 @@ def read_runs(folders: Sequence[str | Path], loss: str = "eval_loss") -> Points:
             problems.append(
                 Problem(f"ended at step {steps} of {run.train.steps}: train it to its end", where=str(folder))
             )
+            continue
+        if not (math.isfinite(value) and value > 0):
+            problems.append(Problem(f"ended with {loss} {value}: leave it out", where=str(folder)))
             continue
         found.append((folder.name, float(count(run)), float(run.train.steps * run.batch_tokens), value))
     if problems:

@@ -11,13 +11,13 @@ import pytest
 from shardwise.cli.main import main
 from shardwise.plan.budget.ladder import make_ladder, rung_of
 from shardwise.plan.cost.flops import parameters
-from shardwise.run import read_run, run_from_dict, to_toml
+from shardwise.run import UserError, read_run, run_from_dict, to_toml
 from shardwise.scale.approaches import approaches, lowest_point
 from shardwise.scale.fit import fit
 from shardwise.scale.points import make_points
 from shardwise.scale.published import LAWS
 from shardwise.scale.repeat import PUBLISHED, Repeats, effective, fit_repeats
-from shardwise.scale.runs import count
+from shardwise.scale.runs import count, read_runs
 
 TARGET = dict(
     name="target", model=dict(layers=6, hidden=128, heads=8, kv_heads=2, vocab=257, tied_embeddings=True),
@@ -75,6 +75,19 @@ def test_a_ladder_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "ended at step 3" in capsys.readouterr().err
     assert main(["scale", "ladder", str(path), "--budget", "1e-6", "--out", str(out)]) == 2
     assert "give more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", 0.0])
+def test_a_run_that_diverged_is_named(tmp_path: Path, value: str | float) -> None:
+    run = run_from_dict(TARGET)
+    for name, loss in (("fine", 4.0), ("diverged", value)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "run.toml").write_text(to_toml(run))
+        (folder / "metrics.jsonl").write_text(json.dumps(dict(step=run.train.steps, eval_loss=loss)) + "\n")
+    assert read_runs([tmp_path / "fine"]).loss.tolist() == [4.0]
+    with pytest.raises(UserError, match=f"diverged: ended with eval_loss {value}"):
+        read_runs([tmp_path / "fine", tmp_path / "diverged"])
 
 
 @pytest.mark.drawn(group="laws")
