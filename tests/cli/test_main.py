@@ -62,6 +62,9 @@ def test_without_torch_training_says_what_to_install(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+SERVED = ["plan", "--model.preset=llama3-8b", "--cluster.chip=h100", "--serve.rate=1", "--serve.requests=20"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "phrase"),
     [
@@ -90,6 +93,15 @@ def test_without_torch_training_says_what_to_install(tmp_path: Path) -> None:
         (["trace", "absent", "--dtype", "int3"], "did you mean int8"),
         (["trace", "absent", "--within", "-1"], "number of 0 or more"),
         (["validate", "--worst", "-1"], "whole number of 0 or more"),
+        (["budget", "--flops", "inf"], "finite number of 1e+09 or more"),
+        (["verify", "absent.toml", "--time", "inf"], "finite number of 0 or more"),
+        (["verify", "absent.toml", "--steps", "9" * 5000], '9…" is not a whole number of 1 or more'),
+        (["scale", "ladder", "absent.toml", "--rungs", "5000"], "--rungs: 5000 must be at most 100"),
+        (["load", "http://127.0.0.1:1", "--rate", "1", "--input", "9" * 5000], "too long for a number of tokens"),
+        (["load", "http://127.0.0.1:1", "--rate", "1", "--output", "x" * 5000], "too long for a number of tokens"),
+        (["bench", "--rank", "5", "--device", "cpu", "--seconds", "0"], "--rank: is the rank of --rehearse"),
+        ([*SERVED, "--as", "nonsense"], "--as: is for runs that train"),
+        ([*SERVED, "--max-microbatch", "7"], "--max-microbatch: is for runs that train"),
     ],
 )
 def test_mistakes_get_a_sentence_and_exit_code_2(
@@ -105,6 +117,14 @@ def test_mistakes_get_a_sentence_and_exit_code_2(
     assert phrase in said
     assert all(line.startswith("error: ") for line in said.splitlines())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_load_that_is_nested_too_deeply_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, deep = tmp_path / "run.toml", tmp_path / "deep.json"
+    run.write_text('[model]\npreset = "llama3-8b"\n[serve]\nrate = 1\n[cluster]\nchip = "h100"\n')
+    deep.write_text("[" * 100_000)
+    assert main(["verify", str(run), "--load", str(deep)]) == 2
+    assert capsys.readouterr().err == f"error: {deep}: --load: is nested too deeply to be a load\n"
 
 
 @pytest.mark.parametrize(

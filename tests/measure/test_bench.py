@@ -15,7 +15,7 @@ from shardwise.cli.main import main
 from shardwise.hardware import COLLECTIVES, gemm_seconds, load_profile
 from shardwise.measure.bench.collectives import bus_factor
 from shardwise.measure.bench.kernels import Stopwatch, TimeBudget, gemm_shapes
-from shardwise.measure.bench.machine import measure_kernels, step_seconds
+from shardwise.measure.bench.machine import empty_profile, measure_kernels, step_seconds
 from shardwise.plan.plan import plan
 from shardwise.run import Run, run_from_dict
 
@@ -150,6 +150,26 @@ def test_mistakes_are_sentences_before_anything_is_measured(
     assert "needs --ranks of 2 or more" in capsys.readouterr().err
     assert main(["bench", "--out", str(tmp_path)]) == 2
     assert "it is a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("only", "measured"),
+    [
+        ([], ["kernels", "collectives"]),
+        (["--only", "kernels"], ["kernels"]),
+        (["--only", "collectives"], ["collectives"]),
+    ],
+)
+def test_only_what_is_asked_for_is_measured(
+    only: list[str], measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    profile = empty_profile(CPU)
+    monkeypatch.setattr("shardwise.cli.measuring.bench._kernels", lambda args: done.append("kernels") or profile)
+    monkeypatch.setattr("shardwise.cli.measuring.bench._collectives", lambda args: done.append("collectives") or ())
+    words = ["bench", "--ranks", "2", "--device", "cpu", "--quiet", "--out", str(tmp_path / "p.json")]
+    assert main([*words, *only]) == 0
+    assert done == measured
 
 
 def test_a_profile_from_code_and_from_the_command_are_the_same_kind() -> None:

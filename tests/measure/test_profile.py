@@ -171,7 +171,7 @@ def test_only_some_ranks(ranks: RankPool, tmp_path: Path) -> None:
 def test_ranks_by_name() -> None:
     assert chosen_ranks("0,3-5", 8) == (0, 3, 4, 5)
     assert chosen_ranks(None, 8) is None
-    for wrong in ("8", "1-", "x", "", "5-3"):
+    for wrong in ("8", "1-", "x", "", "5-3", "9" * 5000, f"0-{'9' * 18}"):
         with pytest.raises(UserError, match="--ranks"):
             chosen_ranks(wrong, 8)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,15 +11,17 @@ from shardwise.run.problems import Problem, UserError
 
 
 def at_least(least: float, kind: type[int] | type[float] = int) -> Callable[[str], int | float]:
-    """A number that is not below `least`."""
+    """A finite number that is not below `least`."""
 
     def number(text: str) -> int | float:
         try:
             value = kind(text)
         except ValueError:
             value = kind(least) - 1
-        if not value >= least:  # also NaN
-            raise argparse.ArgumentTypeError(f'"{text}" is not a {"whole " * (kind is int)}number of {least:g} or more')
+        if not least <= value < math.inf:  # also NaN
+            shown = text if len(text) <= 40 else f"{text[:40]}…"
+            word = "whole" if kind is int else "finite"
+            raise argparse.ArgumentTypeError(f'"{shown}" is not a {word} number of {least:g} or more')
         return value
 
     return number

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="measure the GEMMs and the attention of one rank of this run, as in its step",
     )
-    parser.add_argument("--rank", type=at_least(0), default=0, help="rehearse: which rank (default 0)")
+    parser.add_argument("--rank", type=at_least(0), help="rehearse: which rank (default 0)")
     parser.add_argument("--json", action="store_true", help="print the profile instead of tables")
     parser.add_argument("--quiet", action="store_true", help="write the profile and print nothing")
 
@@ -72,7 +72,7 @@ def execute(args: argparse.Namespace) -> int:
         _finish(args, _serving(args))
         return 0
     profile = _kernels(args) if args.only != "collectives" else None
-    if (args.ranks or 1) > 1:
+    if (args.ranks or 1) > 1 and args.only != "kernels":
         from shardwise.measure.bench.machine import empty_profile
 
         profile = replace(profile or empty_profile(_device(args)), collective=_collectives(args))
@@ -95,7 +95,7 @@ def _rehearsed(args: argparse.Namespace) -> Profile:
 
         run = resolve(run)
     with progress_line() as say:
-        return rehearsed_profile(run, args.rank, say)
+        return rehearsed_profile(run, args.rank or 0, say)
 
 
 def _check(args: argparse.Namespace, environment: RankEnvironment | None) -> None:
@@ -106,6 +106,8 @@ def _check(args: argparse.Namespace, environment: RankEnvironment | None) -> Non
     if args.overrides and not args.run:
         key = args.overrides[0].partition("=")[0]
         raise UserError(f"shardwise bench takes no run without --rehearse, so it has no --{key}")
+    if args.rank is not None and not args.run:
+        problems.append(Problem("is the rank of --rehearse; --ranks is a number of ranks", "--rank", "command line"))
     if args.ranks is not None and args.ranks < 1:
         problems.append(Problem(f"is {args.ranks}, but a machine has at least one rank", "--ranks", "command line"))
     if args.seconds is not None and not args.seconds > 0:

@@ -60,10 +60,11 @@ def chosen_ranks(text: str | None, world: int) -> tuple[int, ...] | None:
         return None
     found: set[int] = set()
     for part in text.split(","):
-        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        ends = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", part.strip())
         ranks = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
         if not ranks:
-            raise UserError(Problem(f'"{text}" is not a list of ranks such as 0,3-5', "--ranks", "command line"))
+            shown = text if len(text) <= 40 else f"{text[:40]}…"
+            raise UserError(Problem(f'"{shown}" is not a list of ranks such as 0,3-5', "--ranks", "command line"))
         if ranks[-1] >= world:
             raise UserError(Problem(f"the run has ranks 0 to {world - 1}, not {ranks[-1]}", "--ranks", "command line"))
         found |= set(ranks)

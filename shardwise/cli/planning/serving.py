@@ -23,7 +23,10 @@ def plan_serving(args: argparse.Namespace, run: Run) -> int:
     """Simulate the load on the run's layout, or search all layouts of its devices. Exit code 1 if the load cannot be sustained."""
     from shardwise.plan.serving.plan import plan_serving, search_serving
 
-    wrong = {"--trace": args.trace, "--devices": args.devices, "--pick": args.pick, "--out": args.out}
+    wrong = {
+        "--trace": args.trace, "--devices": args.devices, "--pick": args.pick, "--out": args.out, "--as": args.program,
+        "--max-microbatch": args.max_microbatch,
+    }  # fmt: skip
     problems = [Problem("is for runs that train", name, "command line") for name, given in wrong.items() if given]
     if problems:
         raise UserError(*problems)
@@ -138,6 +141,8 @@ def read_load(path: str) -> ServedLoad:
         raise UserError(Problem(f"cannot be read: {e.strerror}", "--load", path)) from None
     except ValueError as e:
         raise UserError(Problem(f"is not JSON: {e}", "--load", path)) from None
+    except RecursionError:
+        raise UserError(Problem("is nested too deeply to be a load", "--load", path)) from None
 
 
 def verdict_of(run: Run, measured: ServedLoad) -> LoadVerdict:

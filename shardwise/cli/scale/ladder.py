@@ -22,9 +22,13 @@ from shardwise.scale.fit import fit, predict
 from shardwise.scale.runs import is_run_folder, read_runs
 from shardwise.scale.store import to_json
 
+MOST_RUNGS = 100
+
 
 def ladder(args: argparse.Namespace) -> int:
     """Write the runs; with --train, train them, fit, and predict the target."""
+    if args.rungs > MOST_RUNGS:
+        raise UserError(Problem(f"{args.rungs} must be at most {MOST_RUNGS}", "--rungs", "command line"))
     target = read_run(args.run, args.overrides, (unknown_chip,))
     goal = rung_of(target)
     flops = args.budget * goal.flops if args.budget <= 1 else args.budget

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.machinery.options import at_least, new_file, write_file
-from shardwise.run.lengths import parse_lengths
+from shardwise.run.lengths import Lengths, parse_lengths
 from shardwise.run.problems import Problem, UserError
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def execute(args: argparse.Namespace) -> int:
         requests=args.requests,
         rate=args.rate or 0.0,
         concurrency=args.concurrency or 0,
-        input=parse_lengths(args.input, "--input"),
-        output=parse_lengths(args.output, "--output"),
+        input=_lengths(args.input, "--input"),
+        output=_lengths(args.output, "--output"),
         texts=_texts(args.prompts) if args.prompts else (),
         chat=args.chat,
         model=args.model,
@@ -123,6 +123,14 @@ def _of_run(run: Run) -> dict[str, Any]:
         input=parse_lengths(serve.input_tokens, "serve.input_tokens"),
         output=parse_lengths(serve.output_tokens, "serve.output_tokens"),
     )  # fmt: skip
+
+
+def _lengths(text: str, option: str) -> Lengths:
+    """The lengths that an option describes. Python reads no number of more than 4,300 digits, and no such long name of a file."""
+    try:
+        return parse_lengths(text, option)
+    except (ValueError, OSError):
+        raise UserError(Problem(f'"{text[:20]}…" is too long for a number of tokens', option, "command line")) from None
 
 
 def _limit(given: float | None) -> float:
