@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.run import Run, UserError
 from shardwise.serve.engine import Engine
-from shardwise.serve.generate import continue_prompts
+from shardwise.serve.generate import continue_prompts, encode_prompt
 from shardwise.serve.generation_config import ends_of
 from shardwise.serve.request import Request, Sampling
 
@@ -53,7 +53,7 @@ class Answerer(ABC):
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a context."""
-        return self.tokenizer.prefix + self.tokenizer.encode(text)
+        return encode_prompt(self.tokenizer, text)
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """A context and its continuation as tokens of the joined text, split as lm-eval does: white space between the two belongs

@@ -21,6 +21,13 @@ class Continued:
     ended_by: Literal["end", "stop", "length"] = "length"
 
 
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a prompt, with the tokenizer's prefix before them, unless the text already begins with it, as that of a chat
+    template does."""
+    tokens, prefix = tokenizer.encode(text), tokenizer.prefix
+    return tokens if tokens[: len(prefix)] == prefix else prefix + tokens
+
+
 def continue_prompts(
     engine: Engine,
     prompts: Sequence[Sequence[int]],

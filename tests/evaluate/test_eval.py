@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from running import model_of, running
+from tokenizers_of_each_kind import word_piece
 
 from shardwise.checkpoint.folder import checkpoint_folder
 from shardwise.checkpoint.weights import load_model
 from shardwise.cli.main import main
 from shardwise.data.shards import TokenSet
-from shardwise.data.tokenizer import ByteTokenizer
+from shardwise.data.tokenizer import ByteTokenizer, JsonTokenizer
 from shardwise.evaluate.answering import EngineAnswerer, HttpAnswerer, Wanted, engine_answerer
 from shardwise.evaluate.tasks import Question, read_questions, score
 from shardwise.model import Transformer
@@ -114,6 +115,23 @@ def test_over_http_as_in_this_process(trained: Path, answerer: EngineAnswerer) -
         assert answerer.generate(wanted) == other.generate(wanted)
     with pytest.raises(UserError, match="does not answer"):
         HttpAnswerer("http://127.0.0.1:1", ByteTokenizer(), 64)
+
+
+def tokenizer_with_prefix() -> JsonTokenizer:
+    from tokenizers.processors import TemplateProcessing
+
+    library = word_piece()
+    library.post_processor = TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 1)])
+    return JsonTokenizer(library.to_str().encode(), end="</s>")
+
+
+def test_a_prompt_has_the_prefix_of_its_tokenizer_once(answerer: EngineAnswerer) -> None:
+    """Also where a chat template has written it."""
+    other = EngineAnswerer(answerer.engine, tokenizer_with_prefix())
+    assert other.encode("hello world") == other.encode("</s>hello world") == [1, 2, 3]
+    assert other.encode("hello</s>") == [1, 2, 1]
+    for context in ("hello", "</s>hello"):
+        assert other.encode_pair(context, " world") == ([1, 2], [3])
 
 
 def test_the_publishers_end_tokens_end_an_answer(
