@@ -144,8 +144,10 @@ def test_what_is_asked_of_sampling_reaches_the_engine(client: openai.OpenAI, ser
         assert (asked.user, asked.priority, asked.max_tokens, asked.ignore_end) == ("me", 3, 5, False)
     complete(client, top_p=0, extra_body={"top_k": -1, "ignore_eos": True, "stop_token_ids": [9]})
     assert (last(server).sampling.temperature, last(server).sampling.top_k) == (0.0, 0)
-    assert last(server).ignore_end
-    assert last(server).stop_tokens == {9, 256}
+    for ignored, own, stops in ((True, [9], {9}), (True, [], set()), (False, [9], {9, 256}), (False, [], {256})):
+        complete(client, extra_body={"ignore_eos": ignored, "stop_token_ids": own})
+        asked = last(server)
+        assert (frozenset() if asked.ignore_end else asked.stop_tokens) == stops
 
 
 def test_a_seed_repeats(client: openai.OpenAI) -> None:

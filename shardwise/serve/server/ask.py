@@ -96,13 +96,15 @@ def read_ask(
         options.end()
     fields.ignore(*IGNORED)
     form, named = _form(fields)
+    # The model's own end tokens are ignored, but never the stop tokens that the request names itself.
+    goes_on, own = fields.flag("ignore_eos"), _stop_tokens(fields, vocab)
     return Ask(
         sampling=_sampling(fields, model, vocab, logprobs),
         n=fields.whole("n", 1, 1, limits.choices),
         max_tokens=max_tokens,
         stops=_stops(fields, limits.stops),
-        stop_tokens=model.ends | _stop_tokens(fields, vocab),
-        ignore_end=fields.flag("ignore_eos"),
+        stop_tokens=own if goes_on else model.ends | own,
+        ignore_end=goes_on and not own,
         stream=stream,
         include_usage=include_usage,
         user=fields.text("user"),
