@@ -57,7 +57,8 @@ def read_questions(path: Path) -> list[Question]:
     """Read the rows of a file; all problems are reported together."""
     found, problems = [], []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): JSON may hold other line breaks inside a text, such as U+2028.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(Problem(f"cannot be read: {e}", "--tasks", str(path))) from None
     for number, line in enumerate(lines, 1):

@@ -84,6 +84,15 @@ def test_mistakes(trained: Path, chat_set: Path, tmp_path: Path, capsys: pytest.
     assert [str(p.where).rpartition(":")[2] for p in found.value.problems] == ["1", "2", "3"]
 
 
+def test_a_line_of_questions_ends_where_json_lines_end(tmp_path: Path) -> None:
+    """Not at other line breaks, which JSON may hold inside a text."""
+    texts = ["one\u2028two", "three\u0085four\u2029five"]
+    path = tmp_path / "q.jsonl"
+    rows = [json.dumps({"question": text, "answer": "x"}, ensure_ascii=False) for text in texts]
+    path.write_bytes("\r\n".join(rows).encode())
+    assert [question.text for question in read_questions(path)] == texts
+
+
 PAIRS = [("12 + 1 =", " 13"), ("12 + 1 = ", "13"), ("", "12 +"), ("x" * 200, " 1"), ("a", "b" * 100)]
 
 
