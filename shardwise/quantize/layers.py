@@ -105,6 +105,8 @@ def _balance(block: Block, site: Site, found: dict[str, Inputs], settings: Setti
     if not site.before:
         return
     weights = [block.get_parameter(name).detach() for name in site.matrices]
+    if not settings.form.group_of(weights[0].shape[-1]):
+        return  # matrices of this width are not rounded
     overall = found[site.source]
     own = overall.sizes.ndim > 1  # each expert has its own inputs
     if settings.method == "smoothquant":

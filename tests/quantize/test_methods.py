@@ -142,20 +142,31 @@ def test_scales_that_are_folded_change_nothing(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant"])
-def test_every_family_is_packed_layer_by_layer(family: str, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "form"),
+    [
+        ("gptq", FORMATS["int8"]),
+        ("awq", FORMATS["int8"]),
+        ("smoothquant", SMOOTHED),
+        ("gptq", FORMATS["int4"]),
+        ("awq", FORMATS["int4"]),
+    ],
+)
+def test_every_family_is_packed_layer_by_layer(family: str, method: str, form: WeightFormat) -> None:
+    """But for matrices of a width that 4 bits cannot hold."""
     model = copy.deepcopy(model_of(family, torch.float32))
     tokens = torch.randint(0, VOCAB, (4, 16), generator=torch.Generator().manual_seed(0))
-    form = SMOOTHED if method == "smoothquant" else FORMATS["int8"]
     with torch.no_grad():
         before = model(tokens).result
         layers: list[int] = []
         quantize_layers(model, [(tokens, None, None)], Settings(form, method), lambda n, _: layers.append(n))  # type: ignore[arg-type]
         after = model(tokens).result
     assert layers == [1, 2]
-    assert all(isinstance(matrix, QuantizedMatrix) for _, matrix in layer_matrices(model))
+    for _, matrix in layer_matrices(model):
+        assert isinstance(matrix, QuantizedMatrix) or not form.group_of(matrix.shape[-1])
     assert not any("multiply" in vars(module) and module.training for module in model.modules())
-    assert float((after - before).norm() / before.norm()) < 0.1
+    error = float((after - before).norm() / before.norm())
+    assert error < (0.1 if form.kind == "int8" else 0.5)
 
 
 def test_the_inputs_of_experts_are_the_tokens_they_get() -> None:
