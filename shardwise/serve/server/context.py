@@ -47,9 +47,11 @@ class Context:
         if not self.keys:
             return ""
         kind, _, given = authorization.partition(" ")
+        # Headers are read as Latin-1, so a key that is not ASCII arrives as the Latin-1 letters of its bytes, UTF-8's or Latin-1's.
         sent = given.strip().encode("utf-8", "surrogateescape")
+        raw = given.strip().encode("latin-1", "backslashreplace")
         # Every key is compared, in a time that does not depend on how much of it was right.
-        found = [hmac.compare_digest(sent, key.encode()) for key in self.keys]
+        found = [hmac.compare_digest(sent, key.encode()) | hmac.compare_digest(raw, key.encode()) for key in self.keys]
         if kind.lower() != "bearer" or not any(found):
             reason = "Incorrect API key provided." if authorization else "You did not provide an API key."
             raise ApiError(401, f"{reason} Send it as 'Authorization: Bearer KEY'.", code="invalid_api_key")
