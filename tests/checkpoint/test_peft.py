@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,21 @@ import cases
 import checkpoint_cases
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwise.checkpoint.folder import complete
 from shardwise.checkpoint.huggingface import from_peft, to_hf, to_peft
+from shardwise.checkpoint.huggingface.convert import write_run
 from shardwise.checkpoint.huggingface.peft import CONFIG, WEIGHTS
+from shardwise.checkpoint.huggingface.peft_experts import stacks_of
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.resume import load_weights
-from shardwise.checkpoint.weights import load_model
+from shardwise.checkpoint.weights import load_model, open_weights, state_shapes
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.model.adapters import LowRank
 from shardwise.model.layers import Linear
-from shardwise.run import AdapterConfig, UserError, run_from_dict
+from shardwise.run import AdapterConfig, ModelConfig, UserError, read_run, run_from_dict
 from shardwise.train.step import TrainState
 
 # transformers computes norms and rotations in float32 whatever the model's dtype; GPT-2 has neither.
@@ -267,3 +271,70 @@ def test_what_peft_has_otherwise_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd" / CONFIG).write_text('{"peft_type": "IA3", "r": 8, "lora_alpha": 8, "bias": "all"}')
     with pytest.raises(UserError, match=r"only LORA is read[\s\S]*only 'none' is read"):
         from_peft(tmp_path / "odd", tmp_path / "out")
+
+
+def base_of(tmp_path: Path, model: dict[str, Any]) -> tuple[Path, ModelConfig]:
+    """A checkpoint of random weights."""
+    config, folder = run_from_dict({"model": model, "train": {"seq_len": 32}}).model, tmp_path / "base"
+    folder.mkdir()
+    weights = {name: torch.randn(shape) * 0.1 for name, shape in state_shapes(config).items()}
+    save_file(weights, folder / "model.safetensors")
+    write_run(folder, folder, config, "float32", "base")
+    return folder, config
+
+
+def adapters(tmp_path: Path, tensors: dict[str, Tensor], **more: Any) -> Path:
+    """A folder as peft writes it, of rank 4 unless `more` says otherwise."""
+    folder = tmp_path / "theirs"
+    folder.mkdir(exist_ok=True)
+    save_file({f"base_model.model.{name}": values for name, values in tensors.items()}, folder / WEIGHTS)
+    settings = dict(peft_type="LORA", task_type="CAUSAL_LM", r=4, lora_alpha=8) | more
+    (folder / CONFIG).write_text(json.dumps(settings))
+    return folder
+
+
+SMALL = dict(layers=1, hidden=32, heads=4, kv_heads=4, vocab=64)
+
+
+@pytest.mark.parametrize("key", ["alpha_pattern", "rank_pattern"])
+def test_ranks_and_alphas_of_their_own_are_for_experts_alone(tmp_path: Path, key: str) -> None:
+    """Else a scale that peft applies would be left out without a word."""
+    base, _ = base_of(tmp_path, SMALL | dict(ffn=64, qk_norm=False))
+    down = "model.layers.0.mlp.down_proj"
+    tensors = {f"{down}.lora_A.weight": torch.randn(4, 64), f"{down}.lora_B.weight": torch.randn(32, 4)}
+    source = adapters(tmp_path, tensors, target_modules=["down_proj"], **{key: {"down_proj": 4}})
+    with pytest.raises(UserError, match=rf"{key}: speaks of down_proj; only experts may have their own"):
+        from_peft(source, tmp_path / "out", base)
+    from_peft(adapters(tmp_path, tensors, target_modules=["down_proj"]), tmp_path / "out", base)
+
+
+MIXED = SMALL | dict(qk_norm=True, experts=4, experts_per_token=2, expert_ffn=16, dense_layers=0)
+NAMES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def test_experts_of_a_lower_rank_than_the_rest(tmp_path: Path) -> None:
+    base, model = base_of(tmp_path, MIXED)
+    q, rows = "model.layers.0.self_attn.q_proj", state_shapes(model)["layers.0.attention.q.weight"][0]
+    tensors = {f"{q}.lora_A.weight": torch.randn(8, 32), f"{q}.lora_B.weight": torch.randn(rows, 8)}
+    stacks = stacks_of(model, AdapterConfig("lora", targets=("gate", "up", "down")))
+    for stack in stacks:
+        tensors |= {name: torch.randn(shape) for name, shape in stack.shapes(4).items()}
+    patterns = dict(rank_pattern=dict.fromkeys(NAMES, 4), alpha_pattern=dict.fromkeys(NAMES, 8))
+    given = dict(r=8, lora_alpha=16, target_modules=["q_proj"], target_parameters=NAMES)
+    from_peft(adapters(tmp_path, tensors, **given, **patterns), tmp_path / "out", base)
+    adapter = read_run(tmp_path / "out" / "run.toml").adapter
+    assert (adapter.rank, adapter.alpha) == (8, 16.0)
+    name, (of_a, of_b) = stacks[1].matrices["down"], stacks[1].names()
+    a = tensors[of_a].unflatten(0, (4, 4))  # experts, rank, columns
+    b = tensors[of_b].unflatten(1, (4, 4)).permute(2, 0, 1)  # experts, rows, rank
+    change = open_weights(tmp_path / "out", model).get(name) - open_weights(base, model).get(name)
+    assert torch.allclose(change, 2 * b @ a, atol=1e-4)
+
+
+def test_fewer_positions_than_a_run_has_by_default(tmp_path: Path) -> None:
+    opt = dict(ffn=64, position="learned", activation="relu", norm="layernorm", bias="all", tied_embeddings=True)
+    base, _ = base_of(tmp_path, SMALL | opt | dict(max_positions=128, position_offset=2))
+    up = "model.decoder.layers.0.fc1"
+    tensors = {f"{up}.lora_A.weight": torch.randn(4, 32), f"{up}.lora_B.weight": torch.randn(64, 4)}
+    from_peft(adapters(tmp_path, tensors, target_modules=["fc1"]), tmp_path / "out", base)
+    assert read_run(tmp_path / "out" / "run.toml").train.seq_len == 128

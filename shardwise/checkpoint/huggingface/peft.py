@@ -139,9 +139,8 @@ def from_peft(adapter_dir: str | Path, out_dir: str | Path, base: str | Path = "
         reader = Reader(source, {_ours_of(t.name): [t] for t in read_header(source / WEIGHTS)})
         adapter = _adapter(config, model, reader)
         final = out.resolve() / "base" if imports else weights
-        run = run_from_dict(
-            {"model": asdict(model), "adapter": asdict(adapter), "train": {"weights": str(final)}} | learns
-        )
+        train = {"weights": str(final), "seq_len": min(512, model.max_positions)}
+        run = run_from_dict({"model": asdict(model), "adapter": asdict(adapter), "train": train} | learns)
         entries, shapes = [], adapter_shapes(run)
         for link in _links(run, str(source)):
             for ours, theirs in _tensors(link, run.adapter):
@@ -157,7 +156,7 @@ def from_peft(adapter_dir: str | Path, out_dir: str | Path, base: str | Path = "
             entries.append(Entry(HEAD, reader.dtype(head), reader.shape(head), partial(_whole, reader, head)))
         sections = {"name": out.resolve().name, "model": to_dict(run)["model"], "adapter": to_dict(run)["adapter"]}
         sections |= learns
-        write_atomically(folder / RUN_FILE, sections_to_toml(sections | {"train": {"weights": str(final)}}).encode())
+        write_atomically(folder / RUN_FILE, sections_to_toml(sections | {"train": train}).encode())
         total = write_weights(folder, entries)
         copy_companions(weights, folder)
         _pass_template_on(source, folder)
@@ -332,6 +331,7 @@ def _of_one_rank(config: dict[str, Any], adapter: AdapterConfig, stacks: list[St
     """The adapter with one rank for all, the largest. Where a stack holds adapters of gate and up side by side, each has half of
     its rank."""
     where, scale = str(reader.folder / CONFIG), scale_of(config, adapter.rank, adapter.alpha)
+    _refuse_other_patterns(config, stacks, reader)
     for stack in stacks:
         rank = pattern_of(config, "rank_pattern", stack.parameter, adapter.rank)
         alpha = pattern_of(config, "alpha_pattern", stack.parameter, adapter.alpha)
@@ -342,9 +342,35 @@ def _of_one_rank(config: dict[str, Any], adapter: AdapterConfig, stacks: list[St
                 Problem(f"gives {stack.parameter} another scale, which is not read", "alpha_pattern", where)
             )
     side_by_side = all(stack.is_two(reader, adapter.rank) for stack in stacks if stack.rank(reader) != adapter.rank)
-    rank = adapter.rank if side_by_side else max(stack.rank(reader) for stack in stacks)
+    rank = adapter.rank if side_by_side else max(adapter.rank, *(stack.rank(reader) for stack in stacks))
     alpha = scale * (sqrt(rank) if adapter.rank_stabilized else rank)
     return replace(adapter, rank=rank, alpha=adapter.alpha if rank == adapter.rank else alpha)
+
+
+def _refuse_other_patterns(config: dict[str, Any], stacks: list[Stack], reader: Reader) -> None:
+    """Raise for ranks and alphas of anything but stacks of experts. Patterns are regular expressions for the end of a name."""
+    experts = [f"{stack.path.replace('.base_layer', '')}.{stack.parameter}" for stack in stacks]
+    paths = {name for stack in stacks for name in stack.names()}
+    linear = [
+        name.removesuffix(".lora_A.weight")
+        for name in reader.names
+        if name.endswith(".lora_A.weight") and name not in paths
+    ]
+
+    def matches(pattern: str, names: list[str]) -> bool:
+        try:
+            return any(re.match(rf"(.*\.)?({pattern})$", name) for name in names)
+        except re.error:
+            return False
+
+    problems = []
+    for key in ("rank_pattern", "alpha_pattern"):
+        wrong = [each for each in config.get(key) or () if not matches(each, experts) or matches(each, linear)]
+        if wrong:
+            reason = f"speaks of {', '.join(wrong)}; only experts may have their own"
+            problems.append(Problem(reason, key, str(reader.folder / CONFIG)))
+    if problems:
+        raise UserError(*problems)
 
 
 def adapter_folder(adapter: Path) -> Path:
