@@ -180,7 +180,24 @@ def gemms() -> None:
     )
 
 
+def near_draw() -> None:
+    """Two tokens whose scores with noise differ by little, the winner in a later tile and with a `v` just above a power of two,
+    where the bound of its noise is tightest: the same token whether one program takes both tiles or not."""
+    seed, position, winner = 7, 109, 7265
+    words = sampler.words_of(torch.tensor([seed]), torch.tensor([position]))
+    noise = sampler.gumbel(words, 8192)[0]
+    logits = torch.full((1, 8192), -60.0)
+    logits[0, winner], logits[0, 0] = 0.0, float(noise[winner] - noise[0]) - 2.6e-4
+    assert sampler.pick_reference(logits, torch.ones(1), words).tolist() == [winner]
+    for rows in (1, 133):  # in 32 programs, and in one
+        many, slots = logits.expand(rows, -1).contiguous(), torch.zeros(rows, dtype=torch.int32)
+        positions, last = torch.full((rows,), position, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+        seeds, picking = torch.tensor([seed]), Picking(rows, CPU)
+        assert pick(many, slots, positions, 0, torch.ones(1), seeds, None, last, picking).unique().tolist() == [winner]
+
+
 def sample() -> None:
+    near_draw()
     logits = torch.randn(9, 2500) * 3
     logits[6, 7], logits[7], logits[8, 5] = float("nan"), float("-inf"), float("inf")
     slots = torch.randperm(9).int()

@@ -34,8 +34,8 @@ def _gumbel(v):  # type: ignore[no-untyped-def]
 @triton.jit
 def _gumbel_below(v):  # type: ignore[no-untyped-def]
     """An upper bound of the noise of `v`: -log(1 - v) is at least v, and a float's bits as an integer are its logarithm to a few
-    hundredths."""
-    return (v.to(tl.int32, bitcast=True).to(tl.float32) * 1.1920928955078125e-07 - 126.999) * -0.6931471
+    hundredths, never more than it (Mitchell 1962). The exponent's bias is 127; a thousandth more covers rounding."""
+    return (v.to(tl.int32, bitcast=True).to(tl.float32) * 1.1920928955078125e-07 - 127.001) * -0.6931471
 
 
 @triton.jit
