@@ -21,6 +21,8 @@ from shardwise.evaluate.answering import EngineAnswerer, HttpAnswerer, Wanted, e
 from shardwise.evaluate.tasks import Question, read_questions, score
 from shardwise.model import Transformer
 from shardwise.run import UserError, read_run
+from shardwise.serve.engine import Engine
+from shardwise.serve.request import Request
 
 LENGTH = 48
 
@@ -141,6 +143,24 @@ def test_a_prompt_has_the_prefix_of_its_tokenizer_once(answerer: EngineAnswerer)
     assert other.encode("hello</s>") == [1, 2, 1]
     for context in ("hello", "</s>hello"):
         assert other.encode_pair(context, " world") == ([1, 2], [3])
+
+
+def test_generate_encodes_a_prompt_as_an_evaluation_does(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(checkpoint_folder(trained), tmp_path / "model")
+    tokenizer_with_prefix().save(folder)
+    asked: list[tuple[int, ...]] = []
+
+    def watched(engine: Engine, request: Request) -> None:
+        asked.append(request.prompt)
+        add(engine, request)
+
+    add = Engine.add
+    monkeypatch.setattr(Engine, "add", watched)
+    words = ["--prompt", "hello world", "--prompt", "</s>hello", "--max-tokens", "1"]
+    assert main(["generate", str(folder), *words]) == 0
+    assert asked == [(1, 2, 3), (1, 2)]
 
 
 def test_the_publishers_end_tokens_end_an_answer(

@@ -63,13 +63,13 @@ def execute(args: argparse.Namespace) -> int:
     from shardwise.cli.serving.ranks import engine_here, start_ranks
     from shardwise.data.tokenizer import load_tokenizer
     from shardwise.run import read_served
-    from shardwise.serve.generate import continue_prompts
+    from shardwise.serve.generate import continue_prompts, encode_prompt
     from shardwise.serve.generation_config import ends_of
     from shardwise.serve.request import Sampling
 
     folder = checkpoint_folder(args.run)
     tokenizer = load_tokenizer(folder)
-    prompts = [tokenizer.encode(prompt) for prompt in args.prompt]
+    prompts = [encode_prompt(tokenizer, prompt) for prompt in args.prompt]
     if not all(prompts):
         raise UserError("an empty prompt has no last token to continue; give at least one character")
     run = read_served(folder / RUN_FILE, args.overrides)
