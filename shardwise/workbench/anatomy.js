@@ -134,8 +134,7 @@
   function told() {
     const { plan, anatomy: { mesh } } = shown, run = plan.run, stage = index(at, "pipeline"), held = mesh.stages[stage];
     const layers = held.map(([, first, last]) => last > first + 1 ? first + " to " + (last - 1) : last > first ? String(first) : "none").join(", ");
-    const ends = [held.some((each) => each[0] === 0) ? "the embedding" : "", held.some((each) => each[0] === mesh.last) ? "the head" : ""]
-      .filter(Boolean).join(" and ");
+    const ends = ["the embedding", "the head"].filter((_, end) => mesh.ends[stage][end]).join(" and ");
     const parts = [
       "layers " + layers + (ends ? ", " + ends : ""),
       mesh.spans.tensor[0] > 1 ? "part " + (index(at, "tensor") + 1) + " of " + mesh.spans.tensor[0] + " of each matrix" : "",

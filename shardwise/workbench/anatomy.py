@@ -69,7 +69,8 @@ def _score(run: Run) -> dict[str, Any]:
 
 
 def mesh(run: Run, placement: Sequence[int], per_node: int) -> dict[str, Any]:
-    """The ranks: size and stride of each group, and the stages and layers of each pipeline rank."""
+    """The ranks: size and stride of each group, and for each pipeline rank its stages and layers, and whether it has the
+    embedding and the head."""
     lay = run.layout
     layers = layers_of_stages(run)
     # Without pipeline parallelism, the one pipeline rank has all stages.
@@ -78,4 +79,6 @@ def mesh(run: Run, placement: Sequence[int], per_node: int) -> dict[str, Any]:
     for stage, home in enumerate(homes):
         held[home].append([stage, layers[stage].start, layers[stage].stop])
     spans = {group: list(group_span(lay, group)) for group in SHOWN_GROUPS}
-    return {"world": lay.world, "per_node": per_node, "spans": spans, "stages": held, "last": len(layers) - 1}
+    # With two directions, a rank may have the embedding of one and the head of the other.
+    ends = [[any(lay.has_ends(stage)[end] for stage, *_ in rank) for end in (0, 1)] for rank in held]
+    return {"world": lay.world, "per_node": per_node, "spans": spans, "stages": held, "ends": ends}

@@ -84,8 +84,11 @@
   }
 
   function change(keys) {
-    for (const [key, value] of Object.entries(keys)) {
-      if (state.given[key] === value) changes.delete(key); else changes.set(key, value);
+    for (const [key, value] of Object.entries(keys)) changes.set(key, value);
+    if (changes.get("model.preset") === state.given["model.preset"]) changes.delete("model.preset");
+    // A value as it was given is no change, except in a network of another preset, which takes none of the given keys.
+    for (const [key, value] of Array.from(changes)) {
+      if (state.given[key] === value && !(key.startsWith("model.") && changes.has("model.preset"))) changes.delete(key);
     }
     remember();
     ask();

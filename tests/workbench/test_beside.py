@@ -147,6 +147,23 @@ def test_the_blocks_add_up_to_the_model(preset: str) -> None:
     assert flops == pytest.approx(forward_flops(run.model, run.train.seq_len))
 
 
+BOTH, EMBEDDING, HEAD, NEITHER = [True, True], [True, False], [False, True], [False, False]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ends"),
+    [
+        ("1f1b", [EMBEDDING, NEITHER, NEITHER, HEAD]),
+        ("zb-v", [BOTH, NEITHER, NEITHER, NEITHER]),
+        ("dualpipe", [BOTH, NEITHER, NEITHER, BOTH]),
+    ],
+)
+def test_the_mesh_says_who_has_the_embedding_and_the_head(schedule: str, ends: list[list[bool]]) -> None:
+    keys = {"model.layers": "8", "layout.pipeline": "4", "train.global_batch": "16", "train.microbatch": "1"}
+    mesh = answer(base_of(None, ["cluster.chip=h100"]), {**keys, "layout.schedule": schedule}).anatomy["mesh"]
+    assert mesh["ends"] == ends
+
+
 def test_the_mesh_is_that_of_the_trainer() -> None:
     sizes = {f"layout.{axis}": "2" for axis in ("replicate", "shard", "context", "tensor", "pipeline")}
     more = {"layout.expert": "4", "layout.schedule": "interleaved", "cluster.nodes": "4"}
