@@ -100,6 +100,7 @@ SERVED = ["plan", "--model.preset=llama3-8b", "--cluster.chip=h100", "--serve.ra
         (["load", "http://127.0.0.1:1", "--rate", "1", "--input", "9" * 5000], "too long for a number of tokens"),
         (["load", "http://127.0.0.1:1", "--rate", "1", "--output", "x" * 5000], "too long for a number of tokens"),
         (["bench", "--rank", "5", "--device", "cpu", "--seconds", "0"], "--rank: is the rank of --rehearse"),
+        (["eval", "absent", "--tasks", "q.jsonl", "--answers", "missing/a.jsonl"], 'no folder "missing"'),
         ([*SERVED, "--as", "nonsense"], "--as: is for runs that train"),
         ([*SERVED, "--max-microbatch", "7"], "--max-microbatch: is for runs that train"),
     ],

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.cli.machinery.options import new_file, write_file
 from shardwise.run.problems import Problem, UserError
 
 HELP = """Measure loss and perplexity on data sets, and accuracy on questions, with a checkpoint or the newest one of a run
@@ -39,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, default=64, metavar="N", help="most tokens of a generated answer (64)"
     )
     parser.add_argument("--chat", action="store_true", help="apply the checkpoint's chat template to the questions")
-    parser.add_argument("--answers", type=Path, metavar="FILE", help="write the model's answers, one line per question")
+    parser.add_argument(
+        "--answers", type=new_file, metavar="FILE", help="write the model's answers, one line per question"
+    )
     parser.add_argument(
         "--dtype", choices=("float64", "float32", "bfloat16", "float16"), help="compute dtype (default: the run's)"
     )
@@ -144,5 +147,5 @@ def _tasks(args: argparse.Namespace, folder: Path, run: Any) -> list[dict[str, A
             {"tasks": name, "question": each.text, **own} for each, own in zip(questions, made.answers, strict=True)
         ]
     if args.answers:
-        args.answers.write_text("".join(json.dumps(each, ensure_ascii=False) + "\n" for each in said), encoding="utf-8")
+        write_file(args.answers, "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in said).encode())
     return found
