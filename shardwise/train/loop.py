@@ -62,6 +62,7 @@ def train(run: Run, out: Path, has_agent: bool = False, open_source: OpenSource 
                 return
             except RollBack as bad:
                 monitor.detach()
+                source.detach()
                 excluded.append(bad.batch)
                 display.log(f"{bad}; going back to the last checkpoint, and on without batch {bad.batch}")
             gc.collect()  # a train state and its CUDA graph refer to each other, and the next one needs their memory

@@ -68,6 +68,12 @@ class GrpoSource:
         self._figures: dict[str, Any] = {}
         self._of_round: dict[str, Any] = {}
 
+    def detach(self) -> None:
+        if isinstance(self.ahead, RoundInFlight):
+            self.ahead.first.result()
+        self.rounds.close()
+        del self.state, self.rounds, self.reference, self.answers, self.ahead
+
     def batches(self, last: int) -> Iterator[Batch]:
         run, state = self.run, self.state
         size = run.train.global_batch

@@ -72,6 +72,11 @@ class Rounds:
         drawn.set_result(draw())
         return RoundInFlight(number, drawn)
 
+    def close(self) -> None:
+        """End the thread."""
+        if self.thread is not None:
+            self.thread.shutdown()
+
     def make(self, number: int, begun: RoundInFlight | None = None) -> tuple[Answers, dict[str, Any]]:
         """Sample and judge the answers of a round, or finish one that has begun. Returns the answers and their figures. Every rank
         calls it."""

@@ -3,7 +3,9 @@ there had been none."""
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,26 @@ def test_a_resumed_run_keeps_its_selection_biases_beside_a_reference(task: Path,
     with source.reference.in_place():
         assert torch.equal(bias, began)
     assert not torch.equal(bias, began)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_source_releases_its_train_state(task: Path, ahead: bool) -> None:
+    """For a rollback: the engine, the reference and the round sampled ahead hold it too."""
+    objective = dict(kl_beta=0.1, asynchronous=ahead)
+    source = attached(grpo_run(task, objective=objective, train=dict(weights=str(task))))  # which are not read here
+    state, batches = weakref.ref(source.state), source.batches(2)
+    source.state.train_step(next(batches))
+    thread = source.rounds.thread
+    assert (thread is not None) == ahead
+    del batches
+    source.detach()
+    gc.collect()
+    assert state() is None
+    if thread is not None:
+        with pytest.raises(RuntimeError, match="shutdown"):
+            thread.submit(print)
+    source.attach(TrainState(source.run), print, lambda _: None)
+    assert len(list(source.batches(1))) == 1
 
 
 def test_bits_of_engine_and_trainer_are_the_same(task: Path, tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ class Source(Protocol):
     def attach(self, state: TrainState, log: Callable[[str], None], note: Note) -> None:
         """Make batches for this train state from now on; its weights are already loaded."""
 
+    def detach(self) -> None:
+        """Release the train state, so that the next one can use its memory."""
+
     def batches(self, last: int) -> Iterator[Batch]:
         """This rank's batches for the remaining steps, up to step `last`."""
 
@@ -58,6 +61,9 @@ class TokenSource:
 
     def attach(self, state: TrainState, log: Callable[[str], None], note: Note) -> None:
         self.state = state
+
+    def detach(self) -> None:
+        del self.state
 
     def batches(self, last: int) -> Iterator[Batch]:
         return batches(self.data.train, self.state, last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,24 @@ def test_a_rollback_goes_on_as_if_the_batch_had_never_been(tmp_path: Path, monke
     train(run, tmp_path / "part")
     assert losses(tmp_path / "part") == losses(tmp_path / "expected")
     assert sum(e["what"] == "bad" for e in read_events(tmp_path / "part")) == 1
+
+
+def test_a_rollback_frees_the_train_state_before_the_next_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(guard="rollback")
+    poison(monkeypatch, run, 3)
+    make, made = TrainState.__init__, list[weakref.ref[TrainState]]()
+    alive: list[int] = []
+
+    def watched(train_state: TrainState, *arguments: Any) -> None:
+        alive.append(sum(state() is not None for state in made))
+        make(train_state, *arguments)
+        made.append(weakref.ref(train_state))
+
+    monkeypatch.setattr(TrainState, "__init__", watched)
+    train(run, tmp_path)
+    assert alive == [0, 0]
 
 
 def test_a_bad_step_is_skipped_or_ends_the_run_by_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
