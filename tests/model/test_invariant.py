@@ -13,6 +13,8 @@ from interpreted_kernels import Interpreter
 
 from shardwise.measure.verify import random_batch
 from shardwise.model import Transformer, initialize
+from shardwise.model.fused import fuse
+from shardwise.model.gemm.decoding import DecodingGemms
 from shardwise.model.invariant.network import by_row, linear, make_invariant, token_logprobs
 from shardwise.model.varlen import cu_seqlens_of
 from shardwise.run import ModelConfig, UserError, read_run, run_from_dict
@@ -83,6 +85,14 @@ def test_a_run_trains_with_it_and_evaluates_to_the_bits_that_its_model_gives() -
         assert torch.equal(whole, alone)
         mean = -token_logprobs(whole, targets.flatten()).double().mean()
     assert state.evaluate(lambda numbers: batch, np.arange(4)) == pytest.approx(float(mean), rel=1e-6)
+
+
+def test_fusing_its_blocks_leaves_its_last_norm() -> None:
+    config = derive_model(ModelConfig(layers=1, hidden=64, heads=2, head_dim=32, vocab=VOCAB), LONGEST)
+    model = Transformer(config).eval().requires_grad_(False)
+    make_invariant(model)
+    assert fuse(model, LONGEST, DecodingGemms()) == 1
+    assert "forward" not in vars(model.norm)
 
 
 def test_without_it_the_bits_do_depend_on_the_company() -> None:
