@@ -164,7 +164,8 @@ def _shares(laws: Sequence[FittedLaw]) -> Array:
     scores = np.array([law.held_out for law in laws])
     if np.isnan(scores).any():
         return np.ones(len(laws))
-    shares = (scores.min() / np.maximum(scores, 1e-12)) ** 2
+    scores = np.maximum(scores, 1e-12)  # of points without noise
+    shares = (scores.min() / scores) ** 2
     return np.where(shares < 0.02, 0.0, shares)
 
 

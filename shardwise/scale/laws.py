@@ -92,7 +92,7 @@ class Chinchilla:
     def coefficients(self, theta: Sequence[float], x0: float, y0: float) -> dict[str, float]:
         e, a, b, alpha, beta = theta
         return dict(
-            E=math.exp(e), A=math.exp(a + alpha * x0), B=math.exp(b + beta * y0), alpha=float(alpha), beta=float(beta)
+            E=_exp(e), A=_exp(a + alpha * x0), B=_exp(b + beta * y0), alpha=float(alpha), beta=float(beta)
         )  # fmt: skip
 
 
@@ -117,8 +117,9 @@ class OverTraining:
         return value, [*slopes[:3], slopes[3] + slopes[4]] if slope else []
 
     def coefficients(self, theta: Sequence[float], x0: float, y0: float) -> dict[str, float]:
-        found, eta = Chinchilla().coefficients([*theta, theta[3]], x0, y0), float(theta[3]) / 2
-        return found | dict(a=found["A"] * 6**eta, b=found["B"] * 6**eta, eta=eta)
+        found, (_, a, b, alpha), eta = Chinchilla().coefficients([*theta, theta[3]], x0, y0), theta, float(theta[3]) / 2
+        six = eta * math.log(6)
+        return found | dict(a=_exp(a + alpha * x0 + six), b=_exp(b + alpha * y0 + six), eta=eta)
 
 
 @dataclass(frozen=True)
@@ -175,11 +176,12 @@ class Power:
 
     def coefficients(self, theta: Sequence[float], x0: float, y0: float) -> dict[str, float]:
         e, a, alpha = theta
-        return dict(E=math.exp(e), A=_exp(a + alpha * x0), alpha=float(alpha))
+        return dict(E=_exp(e), A=_exp(a + alpha * x0), alpha=float(alpha))
 
 
 def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+    """The exponential, but at most e^700, which a float can hold: a JSON file has no infinity."""
+    return math.exp(min(value, 700.0))
 
 
 LAWS: dict[str, Law] = {law.name: law for law in (Chinchilla(), OverTraining(), Kaplan(), Power())}

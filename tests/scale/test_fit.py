@@ -76,6 +76,20 @@ def test_intervals_hold_the_truth_and_points_far_off_are_left_out() -> None:
     assert not warnings(fitted, 8e8, 1.6e10)
 
 
+@pytest.mark.drawn(group="laws")
+def test_points_without_noise_have_held_out_errors_of_zero() -> None:
+    points = made(noise=0.0)
+    fitted = fit(make_points(points.params, points.tokens, np.full(25, 2.5)), starts=5, resampled=10)
+    assert predict(fitted, 1e9, 1e10).loss == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_coefficients_stay_within_the_range_of_a_float(name: str) -> None:
+    """Those of few, noisy points may be beyond it."""
+    found = LAWS[name].coefficients([300.0] * LAWS[name].size, 20.0, 23.0)
+    assert all(np.isfinite(value) for value in found.values())
+
+
 def test_few_points_are_refused() -> None:
     points = made()
     with pytest.raises(UserError, match="too few"):
