@@ -137,11 +137,11 @@ def ramp_of(rows: Sequence[Mapping[str, Any]], size: pick.Column | None, row: Ma
     return colors.ramp(values.index(row[size.key]) / (len(values) - 1) if len(values) > 1 else 0.5)
 
 
-def rank_bars(ranks: Mapping[int, Mapping[str, float]], palette: Mapping[str, str], steps: int) -> str:
-    """A stacked bar for each rank, all on one scale of seconds a step."""
+def rank_bars(ranks: Mapping[int, Mapping[str, float]], palette: Mapping[str, str]) -> str:
+    """A stacked bar for each rank, all on one scale, from nanoseconds a step."""
     high, gap = (22, 6) if len(ranks) <= 12 else (13, 3) if len(ranks) <= 32 else (7, 2)
     left, right, top = 66, 78, 4
-    longest = max((sum(parts.values()) for parts in ranks.values()), default=0) / steps / 1e9 or 1.0
+    longest = max((sum(parts.values()) for parts in ranks.values()), default=0) / 1e9 or 1.0
     across = (WIDE - left - right) / longest
     bottom = top + len(ranks) * (high + gap)
     drawn = [_grid_line(left + mark * across, top, bottom, words.seconds(mark)) for mark in _marks(0.0, longest, 1e-3)]
@@ -150,13 +150,13 @@ def rank_bars(ranks: Mapping[int, Mapping[str, float]], palette: Mapping[str, st
         y, x, whole = top + at * (high + gap), float(left), sum(parts.values()) or 1
         if y - free >= 13:
             drawn.append(f'<text class="quiet" x="0" y="{y + high / 2 + 4.5:.1f}">rank {rank}</text>')
-            total = words.seconds(sum(parts.values()) / steps / 1e9)
+            total = words.seconds(sum(parts.values()) / 1e9)
             drawn.append(f'<text x="{WIDE}" y="{y + high / 2 + 4.5:.1f}" text-anchor="end">{total}</text>')
             free = y
         for name, took in parts.items():
-            wide = took / steps / 1e9 * across
+            wide = took / 1e9 * across
             if wide > 0.05:
-                tip = f"rank {rank}, {name}: {words.seconds(took / steps / 1e9)} a step, {words.percent(took / whole)}"
+                tip = f"rank {rank}, {name}: {words.seconds(took / 1e9)} a step, {words.percent(took / whole)}"
                 drawn.append(_rect(x, y, wide, high, palette.get(name, colors.UNKNOWN), tip))
             x += wide
     return _svg(bottom + 20, "Time of each rank by category", drawn)

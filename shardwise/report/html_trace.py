@@ -81,7 +81,7 @@ def breakdown(explained: Explained) -> Section:
         return Section("Where the time went", "", "")
     shown = evenly(list(ranks), MOST_BARS)
     names = list(next(iter(ranks.values())))
-    bars = html_charts.rank_bars({rank: ranks[rank] for rank in shown}, colors.CATEGORY, trace_view.steps_of(explained))
+    bars = html_charts.rank_bars(trace_view.per_step(explained, {rank: ranks[rank] for rank in shown}), colors.CATEGORY)
     key = html_charts.legend([(name, colors.of_category(name)) for name in names])
     columns = [pick.Column("rank", "rank"), pick.Column("span", "time", words.seconds)]
     columns += [
@@ -141,7 +141,7 @@ def idle(explained: Explained) -> Section:
         return Section("Idle", "", "")
     ranks = {rank: {name: row.get(name, 0) for name in causes} for rank, row in explained["idle"].items()}
     shown = evenly(list(ranks), MOST_BARS)
-    bars = html_charts.rank_bars({rank: ranks[rank] for rank in shown}, CAUSE_COLORS, trace_view.steps_of(explained))
+    bars = html_charts.rank_bars(trace_view.per_step(explained, {rank: ranks[rank] for rank in shown}), CAUSE_COLORS)
     key = html_charts.legend(
         [(f"{name}, {words.seconds(took)}", CAUSE_COLORS.get(name, colors.UNKNOWN)) for name, took in causes.items()]
     )
@@ -199,7 +199,7 @@ def kernels(explained: Explained) -> Section:
     rows = explained["kernels"]
     if not rows:
         return Section("Kernels", "", "")
-    divisor = trace_view.steps_of(explained) * max(1, len(explained["seen"]))
+    divisor = trace_view.steps_of(explained, explained["seen"])
     lines = [
         [
             f'<td data-tip="{escape(row["name"][:300])}">{escape(name)}</td>',

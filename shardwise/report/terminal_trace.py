@@ -57,7 +57,7 @@ def breakdown(explained: Explained) -> RenderableType:
         row = ranks[rank]
         span = max(row["span"], 1)
         shares = [row[name] / span for name in ("compute", "communication", "exposed_communication", "copy", "idle")]
-        length = words.seconds(row["span"] / trace_view.steps_of(explained) / 1e9)
+        length = words.seconds(row["span"] / trace_view.steps_of(explained, [rank]) / 1e9)
         table.add_row(str(rank), length, *map(words.percent, shares))
     return Group(terminal.title("Time", "of each rank; communication may overlap with compute"), table)
 
@@ -120,7 +120,7 @@ def modules(rows: Sequence[ModuleRow]) -> RenderableType:
 
 def kernels(explained: Explained) -> RenderableType:
     """The kernels that took longest."""
-    divisor = trace_view.steps_of(explained) * max(1, len(explained["seen"]))
+    divisor = trace_view.steps_of(explained, explained["seen"])
     table = _costs(("kernel", "calls", "each", "time", "share"))
     rows = explained["kernels"][:MOST_ROWS]
     for row, name in zip(rows, trace_view.short_kernels([row["name"] for row in rows], 44), strict=True):

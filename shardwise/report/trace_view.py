@@ -7,7 +7,7 @@ The explanation is plain data (`ledger.as_dict` of `trace.answers.Explanation`):
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -21,14 +21,21 @@ Explained = Mapping[str, Any]
 _LAYER = re.compile(r"\b(layers|h|blocks?)\.(\d+)\b")
 
 
-def steps_of(explained: Explained) -> int:
-    """Number of steps in the profile; without steps the full window counts as one."""
-    return max(1, len(explained["steps"]))
+def steps_of(explained: Explained, ranks: Iterable[int]) -> int:
+    """Number of steps of these ranks, added up; without steps the full window of a rank counts as one."""
+    counts, usual = explained.get("step_counts", {}), max(1, len(explained["steps"]))
+    return max(1, sum(counts.get(rank, usual) for rank in ranks))
+
+
+def per_step(explained: Explained, ranks: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
+    """Quantities of each rank, as the mean of its steps."""
+    steps = {rank: steps_of(explained, [rank]) for rank in ranks}
+    return {rank: {name: value / steps[rank] for name, value in row.items()} for rank, row in ranks.items()}
 
 
 def slowest(explained: Explained) -> int:
     """The slowest rank; the first of several equally slow ones."""
-    spans = {rank: row["span"] for rank, row in explained["ranks"].items()}
+    spans = {rank: row["span"] / steps_of(explained, [rank]) for rank, row in explained["ranks"].items()}
     return min(spans, key=lambda rank: (-spans[rank], rank), default=0)
 
 
@@ -107,7 +114,7 @@ class AxisRow:
 
 def axis_rows(explained: Explained) -> list[AxisRow]:
     """Communication by axis and collective, in the order of the axes."""
-    steps, rows = steps_of(explained), []
+    rows = []
     for each in explained["axes"]:
         ranks = list(each["ranks"].values())
         if not ranks:
@@ -116,7 +123,7 @@ def axis_rows(explained: Explained) -> list[AxisRow]:
         def total(name: str, ranks: Sequence[Mapping[str, Any]] = ranks) -> float:
             return sum(rank[name] for rank in ranks)
 
-        divisor = len(ranks) * steps
+        divisor = steps_of(explained, each["ranks"])
         rows.append(
             AxisRow(
                 each["axis"], each["collective"], len(ranks), total("messages") / divisor, total("bytes") / divisor,
@@ -137,9 +144,9 @@ def most_exposed(rows: Sequence[AxisRow], most: int) -> list[AxisRow]:
 
 def idle_by_cause(explained: Explained) -> dict[str, float]:
     """Idle seconds per step by cause, mean of the ranks, longest first."""
-    rows, steps = list(explained["idle"].values()), steps_of(explained)
+    rows, steps = list(explained["idle"].values()), steps_of(explained, explained["idle"])
     names = dict.fromkeys(name for row in rows for name in row)
-    means = {name: fmean(row.get(name, 0) for row in rows) / steps / 1e9 for name in names}
+    means = {name: sum(row.get(name, 0) for row in rows) / steps / 1e9 for name in names}
     return dict(sorted(((name, value) for name, value in means.items() if value), key=lambda pair: -pair[1]))
 
 
@@ -166,7 +173,7 @@ def module_rows(explained: Explained) -> list[ModuleRow]:
     folded: dict[str, list[Mapping[str, Any]]] = {}
     for row in explained["modules"]["rows"]:
         folded.setdefault(_LAYER.sub(r"\1.*", row["module"]), []).append(row)
-    divisor = steps_of(explained) * max(1, len(explained["seen"]))
+    divisor = steps_of(explained, explained["seen"])
     everything = sum(sum(row["passes"].values()) for row in explained["modules"]["rows"]) or 1
     found = []
     for name, rows in folded.items():

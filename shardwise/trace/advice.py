@@ -68,7 +68,7 @@ def exposed_axis(answers: Explanation) -> Advice | None:
     for row in rows[:3]:
         total = row.total
         fast = f", {_speed(total.bus_bandwidth)}" if total.bus_bandwidth else ""
-        count = total.messages / answers.step_count / len(row.ranks)
+        count = total.messages / answers.steps_on(*row.ranks)
         evidence.append(f"{row.collective}: {counted(round(count), 'message')} a step and rank{fast}")
     advice = _ADVICE_BY_AXIS.get(
         axis, "overlap it with compute, or communicate less: larger buckets, fewer ranks in the group"
@@ -90,7 +90,7 @@ def small_messages(answers: Explanation) -> Advice | None:
             continue
         lost = answers.per_step(min(total.exposed, total.timed - total.bytes * 1e9 / best[row.axis]))
         evidence = [
-            f"{total.messages / answers.step_count / ranks:.0f} {row.collective} messages a step and rank, "
+            f"{total.messages / answers.steps_on(*row.ranks):.0f} {row.collective} messages a step and rank, "
             f"{total.bytes / total.sized / 1024:.0f} KiB each",
             f"they reach {_speed(total.bus_bandwidth)}, the fastest of this axis {_speed(best[row.axis])}",
         ]
@@ -165,7 +165,7 @@ def tiny_kernels(answers: Explanation) -> Advice | None:
         return None
     gain = answers.per_step(sum(q.short_gaps for q in queues))
     evidence = [
-        f"{launched / len(queues) / answers.step_count:.0f} kernels a step and rank, "
+        f"{launched / answers.steps_on(*answers.launches):.0f} kernels a step and rank, "
         f"{short / launched:.0%} shorter than the time between launches",
         f"{milliseconds(gain)} a step in short gaps before kernels that were launched in time",
     ]
@@ -216,8 +216,8 @@ def loose_optimizer(answers: Explanation) -> Advice | None:
     row = next((m for m in answers.modules.rows if m.module == "(phase optimizer)"), None)
     if row is None or not answers.launches:
         return None
-    ranks = max(len(row.ranks), 1)
-    count, device = row.kernels / ranks / answers.step_count, row.total / ranks / answers.step_count
+    steps = answers.steps_on(*row.ranks)
+    count, device = row.kernels / steps, row.total / steps
     if count < 200:
         return None
     launch = launch_time(answers)

@@ -34,7 +34,7 @@ def _idle_of(answers: Explanation, cause: str) -> tuple[float, list[int]]:
     """Mean idle time of a cause in a step, and the ranks at or above the mean."""
     of_rank = {rank: causes.get(cause, 0) for rank, causes in answers.idle.items()}
     usual = answers.per_step(sum(of_rank.values()))
-    return usual, [rank for rank, value in of_rank.items() if value >= usual * answers.step_count and value]
+    return usual, [rank for rank, value in of_rank.items() if value >= usual * answers.steps_on(rank) and value]
 
 
 def launch_time(answers: Explanation) -> int:

@@ -359,16 +359,18 @@ class Explanation:
     unseen: tuple[str, ...] = ()
     """What the profiles do not contain, in sentences."""
 
-    @property
-    def step_count(self) -> int:
-        """Steps analysed; the whole file counts as one."""
-        return max(len(self.steps), 1)
+    step_counts: Mapping[int, int] = field(default_factory=dict)
+    """Steps analysed on each rank, 1 for a whole file; a rank that is not here has all of `steps`."""
+
+    def steps_on(self, *ranks: int) -> int:
+        """Steps of these ranks, added up."""
+        return max(sum(self.step_counts.get(rank, max(len(self.steps), 1)) for rank in ranks), 1)
 
     @property
     def slowest(self) -> int:
         """The rank whose steps took longest."""
-        return max(self.ranks, key=lambda rank: self.ranks[rank]["span"], default=0)
+        return max(self.ranks, key=lambda rank: self.ranks[rank]["span"] / self.steps_on(rank), default=0)
 
     def per_step(self, total: float) -> float:
         """A sum over ranks and steps, as the mean of one step of one rank."""
-        return total / max(len(self.seen), 1) / self.step_count
+        return total / self.steps_on(*self.seen)

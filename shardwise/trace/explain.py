@@ -52,7 +52,8 @@ def explain(given: Sequence[Rank], peak_flops: float = 0.0) -> Explanation:
     shifts = {rank: base - origin for rank, base in absolute.items()}
     flops, flops_by_module = flops_of_ranks(ranks, peak_flops)
     breakdowns = {rank: asdict(break_down(r.activity, r.windows)) for rank, r in ranks.items()}
-    step_times = [b["span"] // max(len(ranks[rank].selection.steps), 1) for rank, b in breakdowns.items()]
+    step_counts = {rank: max(len(r.selection.steps), 1) for rank, r in ranks.items()}
+    step_times = [b["span"] // step_counts[rank] for rank, b in breakdowns.items()]
     step_time = max(step_times, default=0)
     queues = {rank: launch_queue(r) for rank, r in ranks.items()}
     answers = Explanation(
@@ -89,6 +90,7 @@ def explain(given: Sequence[Rank], peak_flops: float = 0.0) -> Explanation:
             rank: int(waited.wait[rows][counted[rows]].sum()) for rank in ranks for rows in (matches.rows_of(rank),)
         },
         timeline=timeline(ranks, clock),
+        step_counts=step_counts,
     )
     lost = {rank: int(r.on_host(r.activity.lost_launches).sum()) for rank, r in ranks.items()}
     return replace(answers, findings=findings(answers), unseen=not_recorded(answers, matches.dropped, lost))

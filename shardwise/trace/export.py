@@ -71,7 +71,7 @@ def _table(ranks: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
 
 def account(answers: Explanation, tokens: float = 0.0) -> Account:
     """The account of the slowest rank's mean step; `tokens` are those of a step over all ranks."""
-    rank, steps = answers.slowest, answers.step_count
+    rank, steps = answers.slowest, answers.steps_on(answers.slowest)
     return Account(
         "trace",
         answers.ranks[rank]["span"] / steps / 1e9 if rank in answers.ranks else 0.0,
@@ -92,7 +92,7 @@ def _traffic(answers: Explanation, rank: int) -> Traffic:
             continue
         for record, value in ((size, one.bytes), (messages, one.messages)):
             kinds = record.setdefault(AXIS_OF.get(row.axis, row.axis), {})
-            kinds[row.collective] = kinds.get(row.collective, 0.0) + value / answers.step_count
+            kinds[row.collective] = kinds.get(row.collective, 0.0) + value / answers.steps_on(rank)
     return Traffic(size, messages)
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from made_jobs import Host, explained, job_member, message
 from profile_files import read, span, text_of
 
-from shardwise.ledger import CATEGORIES, compare
+from shardwise.ledger import CATEGORIES, as_dict, compare
+from shardwise.report import trace_view
 from shardwise.trace.export import account, as_json
 from shardwise.trace.flops import flops_of
 from shardwise.trace.timeline import POINTS, memory
@@ -128,3 +129,27 @@ def test_as_json(tmp_path: Path) -> None:
         "pipelines",
         "memory",
     } <= found.keys()
+
+
+def test_each_rank_is_divided_by_its_own_steps(tmp_path: Path) -> None:
+    """Rank 0 recorded four steps of 1000, rank 1 two of 1500: rank 1 is the slowest, and the mean is over six steps."""
+    jobs = {}
+    for rank, (steps, length) in enumerate(((4, 1000), (2, 1500))):
+        host = Host()
+        for number in range(steps):
+            host.step(number, number * length, length)
+            host.launch("gemm", number * length + 10, number * length + 100, 300 * (rank + 1))
+        jobs[rank] = (job_member(rank, 2, {}), host.events)
+    answers = explained(tmp_path, jobs)
+    assert answers.step_counts == {0: 4, 1: 2}
+    assert answers.step_time == 1500
+    assert answers.slowest == 1
+    found = account(answers)
+    assert found.step_seconds == pytest.approx(1500e-9)
+    assert sum(found.breakdown.values()) == pytest.approx(1500e-9)
+    (row,) = answers.kernels
+    assert (answers.per_step(row.count), answers.per_step(row.total)) == (1, (4 * 300 + 2 * 600) / 6)
+    plain = as_dict(answers)
+    assert trace_view.slowest(plain) == 1
+    assert {n: row["span"] for n, row in trace_view.per_step(plain, plain["ranks"]).items()} == {0: 1000, 1: 1500}
+    assert sum(trace_view.idle_by_cause(plain).values()) == pytest.approx((4 * 700 + 2 * 900) / 6 / 1e9)
