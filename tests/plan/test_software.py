@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,17 @@ def test_a_stated_fact_is_planned_and_is_no_longer_open() -> None:
         declared = framework_of_facts({"framework": "nemo", "tp_overlap": stated}, TENSOR)
         assert declared.framework.tensor_overlap == share
         assert not any("tp overlap" in a.what for a in declared.alternatives)
+
+
+@pytest.mark.parametrize(
+    ("software", "attention"),
+    [({"framework": "zero-bubble"}, "unfused"), ({"library": "Zero-Bubble"}, "unfused"),
+     ({"library": "zero-bubble", "attention": "flash2", "assumed": ("attention",)}, "unfused"),
+     ({"library": "zero-bubble", "attention": "flash2"}, "flash2"),
+     ({"framework": "zero-bubble", "attention": "flash2"}, "flash2")],
+)  # fmt: skip
+def test_what_a_programs_memory_shows_counts_unless_it_is_stated(software: dict[str, Any], attention: str) -> None:
+    assert framework_of_facts(software, TENSOR).framework.attention == attention
 
 
 def test_facts_that_do_not_matter_are_not_open() -> None:

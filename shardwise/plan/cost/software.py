@@ -124,12 +124,17 @@ def year_of(software: Facts, generation: str = "") -> float:
     return YEARS.get(generation, 2024.0)
 
 
+def _name(given: Any) -> str:
+    """A program's name as in `PROGRAMS`."""
+    name = str(given or "").lower()
+    return ALIASES.get(name, name)
+
+
 def program_of(software: Facts, situation: Situation) -> tuple[str, bool]:
     """The entry of `FRAMEWORKS` that a program starts from, and whether its name is known. A program without a name, or with a new
     one, is taken to do what most programs did with that layout at that time."""
     year = year_of(software, situation.generation)
-    for name in (software.get("library"), software.get("framework")):
-        name = ALIASES.get(str(name or "").lower(), str(name or "").lower())
+    for name in map(_name, (software.get("library"), software.get("framework"))):
         if name in PROGRAMS:
             return next(entry for until, entry in PROGRAMS[name] if year < until), True
     if situation.zero == 3 and not situation.experts:
@@ -144,8 +149,10 @@ def framework_of_facts(software: Facts, situation: Situation) -> DeclaredFramewo
     if name == "megatron-deepspeed" and situation.bf16:
         base = FRAMEWORKS["megatron-bf16"]
     stated = {key: value for key, value in software.items() if value is not None and key != "assumed"}
-    shown = SHOWN.get(str(software.get("library")), {})
-    stated |= {key: value for key, value in shown.items() if key in (software.get("assumed") or (key,))}
+    assumed = software.get("assumed") or ()
+    for program in map(_name, (software.get("framework"), software.get("library"))):
+        shown = SHOWN.get(program, {})
+        stated |= {key: value for key, value in shown.items() if key not in stated or key in assumed}
     likely = {key: chances[0][0] for key, chances in _open(stated, base, situation, year).items()}
     framework = declared(base, likely | stated, situation)
     others = []
