@@ -163,7 +163,7 @@ def open_prompts(run: Run) -> PromptData:
     if validation:
         held_out = [np.flatnonzero(np.diff(each.ends.astype(np.int64), prepend=0) <= most) for each in validation]
     return PromptData(
-        train=Prompts(train, run.train.seed, documents=learned),
+        train=Prompts(train, run.train.seed, documents=learned, weights=data.weights),
         validation=Prompts(others, shuffled=False, documents=held_out),
         tokenizer=train[0].tokenizer(),
         fingerprint=_fingerprint(train, validation),

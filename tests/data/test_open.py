@@ -3,6 +3,8 @@ together."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,9 @@ import pytest
 
 from shardwise.data import open_data
 from shardwise.data.build import build
+from shardwise.data.chat.job import ChatOptions
+from shardwise.data.open import open_prompts
+from shardwise.data.order import BLOCK
 from shardwise.data.shards import TokenSet
 from shardwise.data.tokenizer import load_tokenizer
 from shardwise.plan.plan import assumed, plan
@@ -71,6 +76,29 @@ def test_seed_weights_and_documents_reach_the_samples(hundred: TokenSet, write_s
     apart = open_data(run_of({**sets, "separate_documents": True}))
     assert apart.train.take([0]).documents is not None
     assert apart.validation.take([0]).positions is not None
+
+
+def test_weights_reach_the_prompts(tmp_path: Path) -> None:
+    for name in "ab":
+        rows = (json.dumps({"prompt": f"{name} question {number}"}) + "\n" for number in range(100))
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+        build([tmp_path / f"{name}.jsonl"], tmp_path / name, chat=ChatOptions(), workers=1)
+    (tmp_path / "r.py").write_text("def one(**given): return 1.0\n")
+    sets = [str(tmp_path / name) for name in "ab"]
+    objective = dict(kind="grpo", rewards=[f"{tmp_path}/r.py:one"], completion_tokens=16, group=4)
+
+    def drawn(weights: list[float]) -> list[str]:
+        said = dict(data=dict(sets=sets, weights=weights), objective=objective, train=dict(seq_len=64, global_batch=8))
+        found = open_prompts(run_from_dict({"model": {"vocab": 257}, **said})).train.take(np.arange(BLOCK))
+        return [prompt.row["prompt"] for prompt in found]
+
+    found = drawn([3.0, 1.0])
+    assert Counter(prompt[0] for prompt in found) == {"a": BLOCK * 3 // 4, "b": BLOCK // 4}
+    times = Counter(prompt for prompt in found if prompt[0] == "a")
+    assert len(times) == 99  # one of a hundred is held out
+    assert max(times.values()) - min(times.values()) == 1  # whole epochs, and the beginning of one
+    assert {prompt[0] for prompt in drawn([1.0, 0.0])} == {"a"}
+    assert Counter(prompt[0] for prompt in drawn([])[:198]) == {"a": 99, "b": 99}
 
 
 def test_fingerprint_follows_the_sets(hundred: TokenSet, write_set: Callable[..., TokenSet]) -> None:
