@@ -63,6 +63,18 @@ def test_any_rows_times_any_format(kind: str, rows: int) -> None:
     assert error(gemm(x, matrix, None), wanted(x, matrix, None, None, "")) < 5e-2
 
 
+@pytest.mark.parametrize("rows", [1, 2, 16, 40, 130, 300])
+def test_eight_bits_do_not_overflow_in_float16(rows: int) -> None:
+    """Where a result is large but fits."""
+    torch.manual_seed(1)
+    matrix, gemm = matrix_of("int8", 256, 4096), QuantizedGemm()
+    row = matrix.dequantized(torch.float32)[7]
+    x = torch.randn(rows, 4096, device=DEVICE)
+    x[0] = row * (2500 / row.square().sum())
+    x = x.half()
+    assert error(gemm(x, matrix, None), wanted(x, matrix, None, None, "")) < 5e-3
+
+
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 @pytest.mark.parametrize("rows", [1, 40, 130])
 def test_a_feed_forward_layer_is_its_two_gemms(kind: str, rows: int) -> None:

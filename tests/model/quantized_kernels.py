@@ -18,6 +18,7 @@ from shardwise.model.kernels.gemm.fp8_rows import fp8_rows
 from shardwise.model.kernels.gemm.skinny import skinny_gemm_reference
 from shardwise.model.kernels.gemm.weight_only import Shape, weight_only_gemm
 from shardwise.model.kernels.gemm.weight_only_tiles import Tile, TileScratch, tiled_gemm
+from shardwise.model.quantized.linear import MOST_TILED, QuantizedGemm, quantized_linear_reference
 from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.quantized.rounding import round_matrix
 from shardwise.model.quantized.scaled import cast_rows_reference
@@ -83,6 +84,25 @@ def dequantize() -> None:
         torch.testing.assert_close(found, matrix.dequantized(), rtol=0, atol=0)
 
 
+class OnGpu(Tensor):
+    """A tensor of the CPU that passes for one of a GPU."""
+
+    is_cuda = True
+
+
+def many_rows() -> None:
+    """So many that the matrix is not read packed. A result of 2,500, as some activations are (Sun et al. 2024), fits float16."""
+    weight, x = torch.randn(64, 1024) * 0.02, torch.randn(MOST_TILED["int8"] + 44, 1024)
+    x[0] = weight[7] * (2500 / weight[7].square().sum())
+    for dtype in (torch.float16, torch.bfloat16):
+        matrix, rows = round_matrix(weight, FORMATS["int8"], dtype), x.to(dtype)
+        assert matrix is not None
+        wanted = quantized_linear_reference(rows, matrix)
+        assert float(wanted.abs().max()) > 2400
+        found = QuantizedGemm().fused(rows.as_subclass(OnGpu), matrix).as_subclass(Tensor)
+        assert float((found.float() - wanted.float()).norm() / wanted.float().norm()) < 1e-2, dtype
+
+
 def fp8_inputs() -> None:
     x, norm = torch.randn(3, 200), (torch.rand(100) + 0.5, 1e-5)
     gate, up = x.chunk(2, dim=1)
@@ -101,4 +121,4 @@ def fp8_inputs() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     for name in sys.argv[1:]:
-        {"skinny": skinny, "tiles": tiles, "dequantize": dequantize, "fp8": fp8_inputs}[name]()
+        {"skinny": skinny, "tiles": tiles, "dequantize": dequantize, "many rows": many_rows, "fp8": fp8_inputs}[name]()

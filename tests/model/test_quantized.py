@@ -22,7 +22,7 @@ from shardwise.run.weights import FORMATS, SMOOTHED, WeightFormat, is_reduced, p
 FORMS = {**FORMATS, "symmetric": WeightFormat("int4", 32), "smoothed": SMOOTHED}
 
 
-@pytest.mark.parametrize("what", ["skinny", "tiles", "dequantize", "fp8"])
+@pytest.mark.parametrize("what", ["skinny", "tiles", "dequantize", "many rows", "fp8"])
 @pytest.mark.drawn(group="kernels")
 def test_the_kernels(what: str, interpreter: Interpreter) -> None:
     interpreter.run(Path(__file__).with_name("quantized_kernels.py"), what)

@@ -97,7 +97,7 @@ class QuantizedGemm(Gemm):
             x = rounded_rows(x, "int8")
         if rows <= MOST_TILED[kind] and (kind != "int4" or matrix.group >= LEAST_GROUP):
             return tiled_gemm(x, *parts, self._room(x), residual, gated)
-        if kind == "int4":
+        if kind == "int4" or x.dtype == torch.float16:  # float16 has no room for a result that is not scaled yet
             made = F.linear(x, matrix.in_packed_order(x.dtype))
         else:  # 8-bit values are exact in 16 bits, and each scale belongs to one column of the result
             made = (F.linear(x, matrix.packed.to(x.dtype)) * matrix.scale.t()).to(x.dtype)
