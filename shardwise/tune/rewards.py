@@ -7,6 +7,7 @@ operating system (SIGALRM), which reaches whatever Python is doing.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import math
@@ -53,7 +54,7 @@ class Rewards:
 
     def __init__(self, names: Sequence[str], weights: Sequence[float] = (), seconds: float = 10.0) -> None:
         """`seconds`: the time limit of one call."""
-        self.names = tuple(name.rpartition(":")[2] for name in names)
+        self.names = metric_names(names)
         self.sources, self.seconds = tuple(names), seconds
         self.weights = np.array(weights or [1.0] * len(names), dtype=np.float64)
         self.functions = load_functions(names)
@@ -79,9 +80,24 @@ class Rewards:
             raise _mistake(source, reason, answer) from None
         except Exception as e:
             raise _mistake(source, f"raised {type(e).__name__}: {e}{_line_of(e, source)}", answer) from None
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        try:
+            found = float(value) if isinstance(value, numbers.Real) else math.nan
+        except OverflowError:  # an int or a fraction, perhaps too large to be written out
+            raise _mistake(source, "returned a number too large for a float", answer) from None
+        if not math.isfinite(found):
             raise _mistake(source, f"returned {value!r:.80}, and a reward is a finite number", answer)
-        return float(value)
+        return found
+
+
+def metric_names(sources: Sequence[str]) -> tuple[str, ...]:
+    """A name for the metric of each function: the function's, with its file's if others have the same, or the whole source."""
+    parts = [source.rpartition(":") for source in sources]
+    short = [function for _, _, function in parts]
+    longer = [f"{Path(file).stem}:{function}" for file, _, function in parts]
+    return tuple(
+        next((name for name, all_names in ((a, short), (b, longer)) if all_names.count(name) == 1), source)
+        for a, b, source in zip(short, longer, sources, strict=True)
+    )
 
 
 def _mistake(source: str, what: str, answer: Answered) -> UserError:
@@ -159,14 +175,17 @@ def _load(path: Path) -> ModuleType:
     """Load a file as a module, which may import other files of its folder."""
     if not path.is_file():
         raise UserError(Problem("there is no such file", KEY, str(path)))
-    spec = importlib.util.spec_from_file_location(f"shardwise_rewards_{path.stem}", path)
+    name = f"shardwise_rewards_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserError(Problem("is no Python file", KEY, str(path)))
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # a dataclass looks its own module up there
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
     except Exception as e:
+        del sys.modules[name]
         where = f" (line {e.lineno})" if isinstance(e, SyntaxError) else _line_of(e, f"{path}:")
         raise UserError(Problem(f"cannot be imported: {type(e).__name__}: {e}{where}", KEY, str(path))) from None
     finally:

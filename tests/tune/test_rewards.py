@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardwise.run import UserError
-from shardwise.tune.rewards import Answered, Rewards, load_functions
+from shardwise.tune.rewards import Answered, Rewards, load_functions, metric_names
 
 FILE = """
 import helper_of_rewards
@@ -31,6 +32,9 @@ def nothing(prompt, completion, row):
 
 def infinite(prompt, completion, row):
     return float("nan")
+
+def huge(prompt, completion, row):
+    return -(10 ** 10_000)
 
 def slow(prompt, completion, row):
     try:
@@ -60,12 +64,51 @@ def test_several_are_added_up_by_weight(file: Path) -> None:
     assert ANSWERS[0].row["answer"] == "yes"
 
 
+def test_a_file_may_define_dataclasses_with_postponed_annotations(tmp_path: Path) -> None:
+    """They look up their own module; two files of the same name are two modules."""
+    text = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Judge:
+    value: float = {value}
+
+def score(prompt, completion, row):
+    return Judge().value
+"""
+    names = []
+    for value in (1.5, 2.5):
+        (tmp_path / f"{value}").mkdir()
+        (tmp_path / f"{value}" / "own.py").write_text(text.format(value=value))
+        names.append(f"{tmp_path}/{value}/own.py:score")
+    rewards = Rewards(names)
+    assert np.array_equal(rewards.judge(ANSWERS[:1]), [[1.5, 2.5]])
+    assert rewards.names == tuple(names)
+    modules = {function.__module__ for function in rewards.functions}
+    assert len(modules) == 2
+    assert modules <= sys.modules.keys()
+
+
+@pytest.mark.parametrize(
+    ("sources", "names"),
+    [
+        (["a.py:f", "a.py:g"], ("f", "g")),
+        (["x/a.py:f", "x/b.py:f", "x/b.py:g"], ("a:f", "b:f", "g")),
+        (["x/a.py:f", "y/a.py:f", "b.py:f"], ("x/a.py:f", "y/a.py:f", "b:f")),
+    ],
+)
+def test_every_function_has_a_metric_of_its_own(sources: list[str], names: tuple[str, ...]) -> None:
+    assert metric_names(sources) == names
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("fails", "raised KeyError: 'nothing' (line 13)"),
         ("nothing", "returned None, and a reward is a finite number"),
         ("infinite", "returned nan"),
+        ("huge", "returned a number too large for a float"),
     ],
 )
 def test_mistakes_name_file_function_and_row(file: Path, name: str, says: str) -> None:
