@@ -3,6 +3,7 @@ requeued; its command keeps the work done so far and continues where it stopped.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,5 +29,6 @@ def array_script(
     lines = [f"--job-name={scheduler_name(name)}", f"--array=0-{tasks - 1}", f"--ntasks={ranks}"]
     lines += [f"--cpus-per-task={cpus}"] * bool(cpus)
     lines += [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] * bool(after)
-    lines += ["--requeue", "--open-mode=append", f"--output={folder.resolve() / 'logs' / 'slurm-%A-%a.out'}", *options]
+    log = folder.resolve() / "logs" / "slurm-%A-%a.out"
+    lines += ["--requeue", "--open-mode=append", f"--output={shlex.quote(str(log))}", *options]
     return "\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "", "set -u", *commands, ""])

@@ -33,7 +33,7 @@ def directives(job: Job) -> list[str]:
     lines += [f"--gpus-per-node={job.ranks_per_node}"] * job.gpus
     lines += [f"--time={time_text(job.limit)}"] * bool(job.limit)
     lines += [f"--signal=USR1@{ahead}", "--requeue", "--open-mode=append"]
-    lines += [f"--chdir={job.work}", f"--output={log_file(job)}"]
+    lines += [f"--chdir={shlex.quote(str(job.work))}", f"--output={shlex.quote(log_file(job))}"]
     return [*lines, *job.options]
 
 

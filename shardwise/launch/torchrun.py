@@ -15,12 +15,12 @@ PORT = 29500
 
 
 def lines(job: Job, hosts: Sequence[str]) -> list[str]:
-    """The command of each host. All hosts must be able to reach the first one."""
-    python = job.command[0]
+    """The command of each host. All hosts must be able to reach the first one. The job's command ends in `-m shardwise`, which
+    torchrun replaces."""
     found = []
     for node, host in enumerate(hosts):
         words = [
-            python,
+            *job.command[:-2],
             "-m",
             "torch.distributed.run",
             f"--nnodes={job.nodes}",

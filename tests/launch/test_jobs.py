@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from patience import HANG_SECONDS
 
 from shardwise.cli.main import main
+from shardwise.launch.arrays import array_script
 from shardwise.launch.job import estimate, parse_time, requeues, scheduler_name, time_text
 from shardwise.launch.submission import submissions
 from shardwise.run import UserError, read_run
@@ -140,6 +142,21 @@ def test_the_script_goes_on_after_a_stop_and_starts_again_after_a_failure(work: 
     assert run_script(work, [137, 1, 1, 1, 0], saves=True)[0] == 0
 
 
+def test_folders_with_spaces_reach_sbatch_whole(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sbatch splits the words of a directive as a shell does, quotes included."""
+    folder = work / "my runs"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert launch("--on", "slurm", "--out", "job", run="../small.toml") == 0
+    for script, wanted in (
+        ((folder / "job").read_text(), [f"--chdir={folder}", f"--output={folder}/runs/small/logs/slurm-%j.out"]),
+        (array_script("ladder", 2, ["true"], folder), [f"--output={folder}/logs/slurm-%A-%a.out"]),
+    ):
+        lines = [shlex.split(line) for line in script.splitlines() if line.startswith("#SBATCH ")]
+        assert [len(words) for words in lines] == [2] * len(lines)
+        assert [word for _, word in lines if word.startswith(("--chdir", "--output"))] == wanted
+
+
 def test_the_wait_before_a_restart_doubles_six_times_at_most(work: Path) -> None:
     assert launch("--on", "slurm", "--out", "job", *TWO_BY_TWO, "--train.restarts=10", "--train.restart_wait=2") == 0
     code, calls = run_script(work, [1] * 10)
@@ -235,6 +252,27 @@ def test_torchrun_has_a_line_for_every_host(work: Path, capsys: pytest.CaptureFi
     assert subprocess.run(["bash", "-n", "job"]).returncode == 0
     assert launch("--on", "torchrun", "--out", "job", *TWO_BY_TWO, "--hosts", "a") == 2
     assert "must name the 2 machines of the run, as in a,b,c" in capsys.readouterr().err
+
+
+def test_torchrun_is_started_as_the_command_says(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--on", "torchrun", "--out", "job", "--nodes", "1", "--ranks-per-node", "4", "--command")
+    assert launch(*words, "nice -n 5 python3 -m shardwise") == 0
+    assert " && nice -n 5 python3 -m torch.distributed.run --nnodes=1 " in (work / "job").read_text()
+    for command in ("shardwise", "uv run shardwise", "-m shardwise"):
+        assert launch(*words[:-1], f"--command={command}") == 2
+        assert f'--command: "{command}" must end in -m shardwise' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("on", "name"), [("slurm", "srun"), ("torchrun", "torchrun")])
+def test_elastic_replicas_are_not_for_starters_of_all_ranks(
+    work: Path, capsys: pytest.CaptureFixture[str], on: str, name: str
+) -> None:
+    elastic = ("--layout.shard=1", "--layout.replicate=4", "--layout.sync_every=2", "--layout.sync_elastic=true")
+    elastic += ("--train.schedule=constant",)
+    assert launch("--on", on, "--out", "job", *elastic) == 2
+    assert f"layout.sync_elastic: restarts replicas one by one, and {name} knows all ranks" in capsys.readouterr().err
+    assert not (work / "job").exists()
+    assert launch("--on", "kubernetes", "--out", "job", *elastic) == 0
 
 
 def test_the_hosts_of_torchrun_end_with_the_exit_code_of_the_first_that_fails(work: Path) -> None:

@@ -84,6 +84,7 @@ def execute(args: argparse.Namespace) -> int:
     run = _with_layout(run, args.overrides)
     if args.on != "kubernetes" and run.cluster.rendezvous:  # it is for machines that start their ranks themselves
         args.overrides.append("cluster.rendezvous=")
+    _check_starter(run, args.on)
     job, estimate = _job(run, folder, args)
     cluster = _cluster(args)
     file = Path(args.out).resolve() if args.out else folder / "launch" / _FILES[args.on]
@@ -142,6 +143,11 @@ def _check(args: argparse.Namespace) -> None:
         wrong("torchrun has no queue: run the file that is written", "--submit")
     if args.on == "torchrun" and args.image:
         wrong("torchrun starts no containers: run the lines inside of them", "--image")
+    if args.on == "torchrun" and args.command and not re.search(r"\S\s+-m\s+shardwise\s*$", args.command):
+        wrong(
+            f'"{args.command}" must end in -m shardwise, as in python -m shardwise: torchrun starts a module',
+            "--command",
+        )
     for text in args.env:
         if not re.match(r"[A-Za-z_]\w*=", text):
             wrong(f'"{text}" is not NAME=VALUE', "--env")
@@ -163,6 +169,17 @@ def _with_layout(run: Run, overrides: list[str]) -> Run:
     from shardwise.train.processes.launch import resolve_layout
 
     return resolve_layout(run, overrides)
+
+
+def _check_starter(run: Run, on: str) -> None:
+    """Refuse a run that each rank would refuse, because of who starts the ranks. Kubernetes starts `shardwise train`, which starts
+    them."""
+    from shardwise.train.processes.environment import RankEnvironment
+    from shardwise.train.processes.launch import check_world
+
+    launcher = {"slurm": "srun", "torchrun": "torchrun"}.get(on)
+    if launcher:
+        check_world(run, RankEnvironment(0, run.layout.world, 0, "", 0, launcher=launcher))
 
 
 def _job(run: Run, folder: Path, args: argparse.Namespace) -> tuple[Job, Estimate | None]:
