@@ -75,6 +75,12 @@ def open_data(run: Run) -> Data:
         evaluation.append(reserved)
         if learned.count < 1:
             problems.append(_too_short(each, length, "data.sets", " and one to hold out" if reserved.count else ""))
+    if held_out and data.holdout and run.train.eval_every and not any(part.count for part in evaluation):
+        message = (
+            f"{data.holdout:g} holds out no document with anything to learn within train.seq_len = {length} tokens; hold out more, "
+            "or name sets in data.validation"
+        )
+        problems.append(Problem(message, "data.holdout"))
     if not held_out:
         evaluation = [_split(each, length, 0.0, whole)[0] for each in validation]
         problems += [_too_short(w.tokens, length, "data.validation", "") for w in evaluation if not w.count]

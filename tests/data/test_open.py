@@ -58,6 +58,18 @@ def test_no_holdout_and_no_evaluation(hundred: TokenSet) -> None:
         open_data(run_of({"sets": [str(hundred.folder)], "holdout": 0.0}))
 
 
+def test_a_holdout_with_nothing_to_learn(tmp_path: Path) -> None:
+    """The last conversation, which is held out, has its answer beyond the sequence: there is no loss to compute."""
+    rows = [{"prompt": "q", "completion": "a"}] * 20 + [{"prompt": "q" * 300, "completion": "a"}]
+    (tmp_path / "h.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    build([tmp_path / "h.jsonl"], tmp_path / "h", chat=ChatOptions(), workers=1)
+    sets = {"sets": [str(tmp_path / "h")]}
+    with pytest.raises(UserError, match=r"data\.holdout: 0\.01 holds out no document with anything to learn"):
+        open_data(run_of({**sets, "holdout": 0.01}, seq_len=64))
+    assert open_data(run_of({**sets, "holdout": 0.1}, seq_len=64)).validation.count == 1
+    assert open_data(run_of({**sets, "holdout": 0.01}, seq_len=64, eval_every=0)).validation.count == 0
+
+
 def test_a_validation_set(hundred: TokenSet, write_set: Callable[..., TokenSet]) -> None:
     other = write_set("other", [list(range(2000, 2041))])
     data = open_data(run_of({"sets": [str(hundred.folder)], "validation": [str(other.folder)]}))

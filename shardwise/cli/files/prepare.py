@@ -166,9 +166,9 @@ def _lines(found: dict[str, Any], out: Path) -> list[str]:
     for name, made in found["sets"].items():
         lines.append(f"{name}: {made['documents']:,} documents, {made['tokens']:,} tokens in {out}/tokens/{name}")
     lines.append(f"reasons with examples: {out}/{PAGE}")
-    lines.append(
-        f"to train on it: the [data] of {out}/data.toml; what became of a document: shardwise data fate {out} FILE:PLACE"
-    )
+    drawn = (out / "data.toml").exists()
+    train = f"to train on it: the [data] of {out}/data.toml" if drawn else "no document is left to train on"
+    lines.append(f"{train}; what became of a document: shardwise data fate {out} FILE:PLACE")
     return lines
 
 

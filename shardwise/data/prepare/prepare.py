@@ -237,8 +237,11 @@ def _token_sets(plan: Plan, out: Path, workers: int) -> dict[str, Any]:
 
 
 def _write_mixture(plan: Plan, out: Path, sets: dict[str, Any]) -> None:
-    """Write the `[data]` section of a run that draws from the sets in the recipe's proportions."""
+    """Write the `[data]` section of a run that draws from the sets in the recipe's proportions, if there is anything to draw: a run
+    without sets would train on the built-in corpus."""
     drawn = [source for source in plan.recipe.sources if source.name in sets and source.weight]
+    if not drawn:
+        return
     names = ", ".join(json.dumps(str(out / SETS / source.name)) for source in drawn)
     weights = ", ".join(str(source.weight) for source in drawn)
     write_atomically(out / MIXTURE, f"[data]\nsets = [{names}]\nweights = [{weights}]\n".encode())

@@ -154,3 +154,16 @@ def test_the_commands(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "fate", str(corpus)]) == 2
     run = (corpus / "out/data.toml").read_text()
     assert "weights = [1.0, 0.5]" in run
+
+
+def test_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No [data] is written then: one without sets would train on the built-in corpus."""
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    recipe = '[[sources]]\nname = "a"\npaths = ["a.jsonl"]\n[[steps]]\nkind = "gopher_quality"\n'
+    (tmp_path / "recipe.toml").write_text(recipe)
+    arguments = ["data", "prepare", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "out"), "--workers", "1"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "no document is left to train on" in said
+    assert "data.toml" not in said
+    assert not (tmp_path / "out/data.toml").exists()
