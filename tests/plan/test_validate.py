@@ -106,10 +106,24 @@ def test_rows_with_holes_are_unsupported_not_errors() -> None:
         row | {"global_batch": 1},
         row | {"parallel": row["parallel"] | {"pp": 64}},
         row | {"measured": {}},
+        row | {"model": row["model"] | {"act": "sine"}},
+        row | {"hardware": row["hardware"] | {"gpus_per_node": 0}},
+        row | {"hardware": row["hardware"] | {"chip": "v100"}, "precision": "bf16"},
+        row | {"hardware": row["hardware"] | {"chip": "a100"}, "precision": "fp8"},
+        {key: value for key, value in row.items() if key != "parallel"},
     ]
     for prediction in validate(holes):
         assert not prediction.supported
         assert prediction.reason
+
+
+def test_rows_of_chips_without_bfloat16_and_without_a_precision_are_predicted() -> None:
+    row = published("training")[0]
+    old = row | {"hardware": row["hardware"] | {"chip": "v100"}, "precision": "fp16", "measured": {"mfu": 0.3}}
+    unstated = {key: value for key, value in row.items() if key != "precision"}
+    for prediction in validate([old, unstated]):
+        assert prediction.supported, prediction.reason
+        assert prediction.error is not None
 
 
 def test_dualpipe_holds_every_stage_twice() -> None:

@@ -63,6 +63,8 @@ def model_of(row: Row) -> ModelConfig:
     needed = [name for name in ("layers", "hidden", "heads", "seq") if not m.get(name)]
     if needed:
         raise Unsupported(f"the model's {', '.join(needed)} not stated")
+    if (act := m.get("act") or "gelu") not in ACTIVATIONS:
+        raise Unsupported(f"the activation {act}")
     keys: dict[str, Any] = dict(
         layers=m["layers"],
         hidden=m["hidden"],
@@ -73,7 +75,7 @@ def model_of(row: Row) -> ModelConfig:
         vocab=m.get("vocab") or 51200,
         norm="layernorm" if gpt else "rmsnorm",
         bias="all" if gpt else "none",
-        activation=ACTIVATIONS[m.get("act") or "gelu"],
+        activation=ACTIVATIONS[act],
         position="learned" if gpt else "rotary",
         tied_embeddings=bool(m.get("tied_embeddings")),
         parallel_block=bool(m.get("parallel_block")),
@@ -117,6 +119,8 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
 def cluster_of_row(row: Row, devices: int) -> Cluster:
     """A cluster of `devices` of the row's devices, with the row's links."""
     hardware = row["hardware"]
+    if not hardware.get("gpus_per_node"):
+        raise Unsupported("how many devices a machine has was not published")
     per_node = min(hardware["gpus_per_node"], devices)
     own: dict[str, Any] = {key: hardware.get(key) or 0 for key in ("intra_gbs", "inter_gbs", "power_w", "hbm_gbs")}
     try:
@@ -239,6 +243,9 @@ def job_of_row(row: Row) -> RowJob:
     precision = row["precision"] or "bf16"
     if precision.split()[0] not in ("fp16", "bf16", "fp8", "mxfp8"):
         raise Unsupported(f"the precision {precision}")
+    dtype, fp8 = "float16" if precision == "fp16" else "bfloat16", "fp8" in precision
+    if missing := [each for each in (dtype, *["fp8"] * fp8) if each not in cluster.chip.peak]:
+        raise Unsupported(f"{missing[0]} on {cluster.chip.name}, which does not compute in it")
     data = layout.replicate * layout.shard
     batch, micro = row.get("global_batch"), row.get("micro_batch")
     if not micro:
@@ -265,8 +272,8 @@ def job_of_row(row: Row) -> RowJob:
         microbatch=micro,
         framework=declared.framework,
         cluster=cluster,
-        dtype="float16" if precision == "fp16" else "bfloat16",
-        fp8="fp8" in precision,
+        dtype=dtype,
+        fp8=fp8,
     )
     return RowJob(job, tuple(assumed), declared.alternatives, declared.known)
 
@@ -320,6 +327,6 @@ def measured_seconds(row: Row, job: Job) -> float | None:
     if q.get("tflops_per_gpu"):
         return flops_of_step(row, job) / (q["tflops_per_gpu"] * 1e12 * devices)
     if q.get("mfu"):
-        peak = job.cluster.chip.peak["fp8" if job.fp8 else "bfloat16"]
+        peak = job.cluster.chip.peak["fp8" if job.fp8 else job.dtype]
         return flops_of_step(row, job) / (q["mfu"] * peak * devices)
     return None

@@ -144,6 +144,9 @@ def predict(row: Row, *, leave_out: bool = True, program: bool = False) -> Predi
     """Predicts one row; an unsupported row has its reason. With `program`, all rows of its framework are left out of the fit."""
     result = Prediction(row["id"], row["group"], row["kind"], True, bool(row.get("complete")))
     try:
+        if not row.get("parallel"):
+            raise Unsupported("the layout was not published")
+        row = {"precision": None} | row
         if row["kind"] == "inference":
             _predict_inference(result, row, leave_out=leave_out)
         else:
