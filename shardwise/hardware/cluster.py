@@ -115,7 +115,7 @@ def make_cluster(
         kind=kind,  # type: ignore[arg-type]
         taper=taper,
         pod=POD_NODES * per_node,
-        torus_dims=(2 if chip.name == "tpu-v3" else 3) if torus else 0,
+        torus_dims=(2 if "tpu-v3" in (chip.name, chip.lender) else 3) if torus else 0,
         in_switch=bool(fitted.get("in_switch_share")) and not torus,
         sharp=sharp,
         profile=profile,

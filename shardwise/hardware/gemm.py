@@ -69,8 +69,10 @@ def alignment(*widths: Any) -> Any:
 def held_clock(chip: Chip) -> float:
     """The sustained clock of a chip relative to the chip of its generation whose curves it borrows: it follows from the power per
     operation, as under a power cap (`chips.py`)."""
+    if chip.lender:  # a chip of the user's has the curves of its lender, as they are planned there
+        return held_clock(find_chip(chip.lender))
     lender = lender_of("gemm", chip)
-    if not lender or chip.lender:
+    if not lender:
         return 1.0
     other = find_chip(lender)
     if other.generation != chip.generation:

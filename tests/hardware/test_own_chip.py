@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import main
-from shardwise.hardware import CHIPS, find_chip
+from shardwise.hardware import CHIPS, collective_seconds, find_chip, gemm_seconds, make_cluster
 from shardwise.hardware.efficiency import constants
 from shardwise.run import UserError, read_run
 
@@ -56,6 +56,16 @@ def test_like_brings_the_rest(tmp_path: Path) -> None:
     assert (chip.name, chip.memory, chip.lender) == ("h100-96g", 96 * 2**30, "h100-sxm")
     assert (chip.peak, chip.generation, chip.price) == (h100.peak, "hopper", h100.price)
     assert chip.domain == 4  # the fast link ends at the machine, as that of an H100 does
+
+
+@pytest.mark.parametrize("name", ["h20", "tpu-v3", "gb300"])
+def test_like_and_nothing_else_is_that_chip(tmp_path: Path, name: str) -> None:
+    own = find_chip(written(tmp_path, f'like = "{name}"\n'))
+    seconds = [
+        (gemm_seconds(chip, 8192, 8192, 8192), collective_seconds(make_cluster(chip, 4), "all_reduce", 1e9, 16))
+        for chip in (own, CHIPS[name])
+    ]
+    assert seconds[0] == seconds[1]
 
 
 def test_every_mistake_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
