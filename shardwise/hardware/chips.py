@@ -304,6 +304,7 @@ def chip_of_driver_name(name: str) -> Chip | None:
     """The chip whose driver name is `name`, or None if the catalogue does not have it."""
 
     def called(part: str) -> bool:
-        return re.search(re.escape(part) + r"(?!\d)", name) is not None  # an L40 is not an L4
+        # An L40 is not an L4, and a GH200 not an H200.
+        return re.search(r"(?<![A-Za-z])" + re.escape(part) + r"(?!\d)", name) is not None
 
     return next((chip for chip in CHIPS.values() if any(map(called, chip.driver_names))), None)

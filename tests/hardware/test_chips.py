@@ -95,6 +95,7 @@ def test_a_drivers_name_finds_its_chip(driver: str, name: str) -> None:
 def test_an_unknown_driver_name_finds_none() -> None:
     assert chip_of_driver_name("NVIDIA GeForce GTX 1080") is None
     assert chip_of_driver_name("NVIDIA L40") is None  # no L4
+    assert chip_of_driver_name("NVIDIA GH200 480GB") is None  # no H200
     assert chip_of_driver_name("NVIDIA RTX A1000") is None  # no A10 or A100
 
 
