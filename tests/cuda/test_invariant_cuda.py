@@ -95,10 +95,10 @@ def test_documents_have_the_bits_of_each_alone(heads: int, kv_heads: int, width:
         first += length
 
 
-def model_of(family: str) -> Transformer:
+def model_of(family: str, dtype: torch.dtype) -> Transformer:
     """With parameters in float32, as a trainer has them."""
     config = derive_model(ModelConfig(layers=2, hidden=256, heads=4, vocab=VOCAB, **FAMILIES[family]), LONGEST)
-    model = Transformer(config, dtype=torch.bfloat16).eval()
+    model = Transformer(config, dtype=dtype).eval()
     initialize(model, config, 0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -113,14 +113,14 @@ def as_served(model: Transformer) -> Transformer:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
         if not read_exactly(model.config, name):
-            parameter.data = parameter.data.bfloat16()
+            parameter.data = parameter.data.to(model.dtype)
     return model
 
 
 def answers(model: Transformer, prompts: list[tuple[int, ...]], step: int, page: int, company: int) -> list[Any]:
     """Tokens and logprobs of each prompt's answer."""
     settings = ServeConfig(max_sequences=64, max_step_tokens=step, page_tokens=page)
-    runner = Runner(model, 4000, page, 64, LONGEST, torch.bfloat16)
+    runner = Runner(model, 4000, page, 64, LONGEST, model.dtype)
     engine = Engine(runner, settings, 4000)
     draw = random.Random(step)
     for n in range(company):
@@ -141,9 +141,11 @@ def answers(model: Transformer, prompts: list[tuple[int, ...]], step: int, page:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_request_has_the_bits_of_training_in_any_company(family: str) -> None:
-    trained, served = model_of(family), as_served(model_of(family))
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, torch.bfloat16) for family in FAMILIES), ("mixtral", torch.float16)]
+)
+def test_a_request_has_the_bits_of_training_in_any_company(family: str, dtype: torch.dtype) -> None:
+    trained, served = model_of(family, dtype), as_served(model_of(family, dtype))
     alone = [answers(served, [prompt], 2048, 64, 0)[0] for prompt in PROMPTS]
     assert answers(served, PROMPTS, 97, 16, 40) == alone
     assert answers(served, PROMPTS[::-1], 2048, 32, 7)[::-1] == alone

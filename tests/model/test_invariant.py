@@ -15,6 +15,7 @@ from shardwise.measure.verify import random_batch
 from shardwise.model import Transformer, initialize
 from shardwise.model.fused import fuse
 from shardwise.model.gemm.decoding import DecodingGemms
+from shardwise.model.invariant import network
 from shardwise.model.invariant.network import by_row, linear, make_invariant, token_logprobs
 from shardwise.model.varlen import cu_seqlens_of
 from shardwise.run import ModelConfig, UserError, read_run, run_from_dict
@@ -75,16 +76,39 @@ def test_a_run_trains_with_it_and_evaluates_to_the_bits_that_its_model_gives() -
         losses[invariant] = [state.train_step(batch).read()[0] for _ in range(4)]
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
     assert losses[True][-1] < losses[True][0]
-    network = state.model
-    assert isinstance(network, Transformer)
-    assert network.invariant
+    trained = state.model
+    assert isinstance(trained, Transformer)
+    assert trained.invariant
     with torch.no_grad():
         tokens, targets = torch.from_numpy(batch.tokens).long(), torch.from_numpy(batch.targets).long()
-        whole = network(tokens).result.flatten(0, 1)
-        alone = torch.cat([network(row[None]).result[0] for row in tokens])
+        whole = trained(tokens).result.flatten(0, 1)
+        alone = torch.cat([trained(row[None]).result[0] for row in tokens])
         assert torch.equal(whole, alone)
         mean = -token_logprobs(whole, targets.flatten()).double().mean()
     assert state.evaluate(lambda numbers: batch, np.arange(4)) == pytest.approx(float(mean), rel=1e-6)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that passes for one of a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gpu_multiplies_routers_in_parts_of_one_dtype(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which its kernel asks for, and whose sum is as exact as float32."""
+
+    def multiplied(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        assert x.dtype == weight.dtype
+        return F.linear(x.to(dtype), weight.to(dtype))
+
+    monkeypatch.setattr(network, "linear", multiplied)
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2, 5, 64, generator=draw).to(dtype), torch.randn(8, 64, generator=draw)
+    with torch.no_grad():
+        found = network.invariant_router_logits(x.as_subclass(OnGpu), weight).as_subclass(torch.Tensor)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
 
 
 def test_fusing_its_blocks_leaves_its_last_norm() -> None:

@@ -152,8 +152,11 @@ def invariant_router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
     def exact(x: Tensor, weight: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
-        if x.is_cuda:  # a float32 matrix as the sum of 16-bit ones, whose products with 16-bit tokens are exact
-            parts = [linear(rows, part, dtype=torch.float32) for part in in_parts(weight)]
+        if x.is_cuda:
+            # A float32 matrix as the sum of bfloat16 ones, whose products with bfloat16 tokens are exact. float16 tokens are
+            # exactly the sum of two bfloat16 parts.
+            tokens = in_parts(rows)[:2]
+            parts = [linear(row, part, dtype=torch.float32) for part in in_parts(weight) for row in tokens]
             logits = in_order(parts)
         else:
             rows = at_least_float32(rows)
