@@ -112,6 +112,8 @@ def test_rows_with_holes_are_unsupported_not_errors() -> None:
         row | {"hardware": row["hardware"] | {"chip": "a100"}, "precision": "fp8"},
         {key: value for key, value in row.items() if key != "parallel"},
     ]
+    own = published("own")[0]
+    holes += [own | {"parallel": {"tp": 1, "pp": 1}}, own | {"global_batch": 7, "micro_batch": 4}]
     for prediction in validate(holes):
         assert not prediction.supported
         assert prediction.reason

@@ -187,7 +187,12 @@ def program_name(row: Row) -> str:
 def framework_of_row(row: Row, layout: LayoutConfig, cluster: Cluster) -> DeclaredFramework:
     """The framework a row was measured with, as the row declares it."""
     if row["group"].startswith("shardwise"):
-        return DeclaredFramework(job_of(own_run(row)).framework)
+        try:
+            return DeclaredFramework(job_of(own_run(row)).framework)
+        except KeyError as missing:
+            raise Unsupported(f"a row of this trainer without {missing.args[0]}") from None
+        except UserError as problem:
+            raise Unsupported(str(problem)) from None
     p, facts, precision = row["parallel"], dict(row.get("software") or {}), row["precision"] or "bf16"
     facts["assumed"] = tuple(row.get("software_assumed") or ())
     if p.get("async_tp") is not None:
