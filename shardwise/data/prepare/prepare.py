@@ -21,7 +21,7 @@ from shardwise.data.prepare.files import find_files
 from shardwise.data.prepare.recipe import Recipe
 from shardwise.data.prepare.shuffle import KEYS
 from shardwise.data.prepare.spill import DOCUMENTS, FINAL
-from shardwise.data.prepare.stages import PLAN, Plan, Stage, folder_of, missing, read_plan
+from shardwise.data.prepare.stages import PLAN, Plan, Stage, files_beside, folder_of, missing, read_plan
 from shardwise.data.prepare.statistics import gather
 from shardwise.data.prepare.steps import rule_of, shuffle_of
 from shardwise.data.prepare.words import splitter
@@ -69,7 +69,7 @@ def begin(recipe: Recipe, root: Path, out: Path, restart: bool = False) -> Plan:
             problems += e.problems
     if problems:
         raise UserError(*problems)
-    plan = Plan(recipe, files, str(root.resolve()))
+    plan = Plan(recipe, files, str(root.resolve()), files_beside(recipe))
     _prepare_folder(out, plan.to_json(), restart)
     return plan
 
@@ -114,8 +114,8 @@ def _difference(before: str, now: str) -> str:
         if old["recipe"] != new["recipe"]:
             keys = [key for key in new["recipe"] if old["recipe"].get(key) != new["recipe"][key]]
             return f"holds work of another recipe ({', '.join(keys)} differ)"
-        was = {each["path"]: each for each in old["files"]}
-        changed = [each["path"] for each in new["files"] if was.get(each["path"]) != each]
+        was, now_there = ({each["path"]: each for each in [*of["files"], *of["beside"]]} for of in (old, new))
+        changed = [path for path, each in now_there.items() if was.get(path) != each]
         return f"holds work on other files ({', '.join(changed[:3]) or 'some are gone'})"
     except (ValueError, KeyError, TypeError):
         return "holds the work of another version of shardwise"
@@ -161,7 +161,7 @@ def run_stage(plan: Plan, stage: Stage, out: Path, executor: Local | Ray, progre
     progress(Progress(stage.name, count, stage.tasks, 0.0))
     if todo:
         _remove_drafts(work / stage.name)
-        executor.run(Job(str(out), str(work), plan.recipe.digest()), stage.name, todo, done)
+        executor.run(Job(str(out), str(work), plan.digest()), stage.name, todo, done)
     if stage.kind == "map" and stage.number:
         for unit in plan.units:
             (folder_of(work, f"map-{stage.number - 1}", unit.number) / DOCUMENTS).unlink(missing_ok=True)
@@ -182,7 +182,7 @@ def do_share(out: Path, stage: str, share: int, count: int) -> None:
     if stage not in known:
         raise UserError(Problem(f'"{stage}" is no stage; there are {", ".join(known)}', "--stage"))
     todo = [number for number in range(known[stage].tasks) if number % count == share]
-    Local(1).run(Job(str(out), str(out / WORK), plan.recipe.digest()), stage, todo, lambda number: None)
+    Local(1).run(Job(str(out), str(out / WORK), plan.digest()), stage, todo, lambda number: None)
 
 
 def finish(plan: Plan, out: Path, workers: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ A task is a pure function of the files of earlier stages. The worker that runs i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from shardwise.data.prepare.spill import (
 )  # fmt: skip
 from shardwise.data.prepare.steps import Rule, Step, rule_of, shuffle_of
 from shardwise.data.prepare.words import Document, Vocabulary, splitter
+from shardwise.data.tokenizer import BYTE
 from shardwise.run.problems import Problem, UserError
 
 PLAN = "plan.json"
@@ -52,10 +54,10 @@ class Stage:
 
 
 class Plan:
-    """A recipe with its files, and the work to do."""
+    """A recipe with its files, and the work to do. `beside`: the files that steps and the tokenizer read."""
 
-    def __init__(self, recipe: Recipe, files: list[File], root: str) -> None:
-        self.recipe, self.files, self.root = recipe, files, root
+    def __init__(self, recipe: Recipe, files: list[File], root: str, beside: list[dict[str, Any]]) -> None:
+        self.recipe, self.files, self.root, self.beside = recipe, files, root, beside
         self.units = units_of(files)
         self.shuffles = [number for number, step in enumerate(recipe.steps) if step.shuffles]
 
@@ -66,8 +68,13 @@ class Plan:
             root=self.root,
             recipe=asdict(self.recipe),
             files=[asdict(f) for f in self.files],
+            beside=self.beside,
         )
         return json.dumps(said, indent=1, ensure_ascii=False)
+
+    def digest(self) -> str:
+        """A hash that changes when anything in the recipe or its files does."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
     def stages(self) -> list[Stage]:
         """The stages in the order in which they run, one after another."""
@@ -107,7 +114,18 @@ def read_plan(folder: Path) -> Plan:
         }
     )
     files = [File(**{**each, "row_groups": tuple(each["row_groups"])}) for each in said["files"]]
-    return Plan(recipe, files, said["root"])
+    return Plan(recipe, files, said["root"], said["beside"])
+
+
+def files_beside(recipe: Recipe) -> list[dict[str, Any]]:
+    """Path, size and date of the files that a recipe names beside its sources: test sets and a tokenizer."""
+    named = [path for step in recipe.steps if step.kind == "decontaminate" for path in step.settings["paths"]]
+    tokenizer = Path(recipe.tokenizer.path)
+    if recipe.tokenizer.path != BYTE and not recipe.tokenizer.train:
+        inside = sorted(path for path in tokenizer.iterdir() if path.is_file()) if tokenizer.is_dir() else [tokenizer]
+        named += map(str, inside)
+    found = ((path, os.stat(path)) for path in named)
+    return [dict(path=path, bytes=stat.st_size, modified=stat.st_mtime_ns) for path, stat in found]
 
 
 def folder_of(work: Path, stage: str, number: int) -> Path:

@@ -167,3 +167,22 @@ def test_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "no document is left to train on" in said
     assert "data.toml" not in said
     assert not (tmp_path / "out/data.toml").exists()
+
+
+def test_a_test_set_that_changes_is_another_plan(tmp_path: Path) -> None:
+    """In one process too, where rules and lists of files are kept between tasks."""
+    text = " ".join(f"word{letter}" for letter in "abcdefghijklmnop")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + '\n{"text": "something else"}\n')
+    (tmp_path / "test.txt").write_text(text.replace("word", "other"))
+    steps = '[[steps]]\nkind = "decontaminate"\npaths = ["test.txt"]\n'
+    (tmp_path / "recipe.toml").write_text('[[sources]]\nname = "a"\npaths = ["a.jsonl"]\n' + steps)
+    recipe = read_recipe(tmp_path / "recipe.toml")
+    assert prepare(recipe, tmp_path, tmp_path / "out", workers=1)["kept"] == 2
+    assert do(tmp_path, "out")["already"]
+    (tmp_path / "test.txt").write_text(text + " and more")
+    with pytest.raises(UserError, match=r"other files \(.*test\.txt\)"):
+        prepare(recipe, tmp_path, tmp_path / "out", workers=1)
+    assert prepare(recipe, tmp_path, tmp_path / "out", workers=1, restart=True)["kept"] == 1
+    with open(tmp_path / "a.jsonl", "a") as file:
+        file.write('{"text": "one more"}\n')
+    assert prepare(recipe, tmp_path, tmp_path / "out", workers=1, restart=True)["kept"] == 2
