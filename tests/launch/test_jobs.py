@@ -350,6 +350,7 @@ def test_mistakes_are_sentences_all_at_once(work: Path, capsys: pytest.CaptureFi
     for given, expected in (
         ([], "--on: say who starts the ranks"),
         (["--on", "slurm", *words], '--env: "novalue" is not NAME=VALUE'),
+        (["--on", "slurm", "--command", "python 'x"], "--command: python 'x has an open quotation"),
         (["--on", "torchrun", "--submit", "--image", "x"], "--submit: torchrun has no queue"),
         (["--on", "slurm", "--time", "soon"], "is no time limit such as 90 (minutes)"),
         (["--on", "slurm", "--nodes", "0"], "is not a whole number of 1 or more"),

@@ -148,6 +148,10 @@ def _check(args: argparse.Namespace) -> None:
             f'"{args.command}" must end in -m shardwise, as in python -m shardwise: torchrun starts a module',
             "--command",
         )
+    try:
+        shlex.split(args.command or "")
+    except ValueError:
+        wrong(f"{args.command} has an open quotation", "--command")
     for text in args.env:
         if not re.match(r"[A-Za-z_]\w*=", text):
             wrong(f'"{text}" is not NAME=VALUE', "--env")
