@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,7 +189,6 @@ def _check_starter(run: Run, on: str) -> None:
 
 def _job(run: Run, folder: Path, args: argparse.Namespace) -> tuple[Job, Estimate | None]:
     """The job, and its planned estimate."""
-    import shlex
 
     from shardwise import __version__
     from shardwise.launch.job import Job, estimate, parse_time, scheduler_name
