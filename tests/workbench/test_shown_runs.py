@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from chromium import CHROMIUM, browser
-from random_runs import BASES, KEYS, campaign, covering, drawn_changes
+from random_runs import BASES, KEYS, campaign, covering, drawn_changes, drawn_value
 from shown_runs import compared, opened
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
@@ -21,6 +21,10 @@ def test_every_control_is_turned_and_what_is_shown_is_what_is_planned(pytestconf
         assert compared(bench, {}, str(seed), look=True) == "planned"
         for at, (changes, anew) in enumerate(runs):
             assert compared(bench, changes, f"{seed} {at}", at == 8, anew) in ("planned", "refused"), changes
+        for again in range(9):  # a number that was drawn as it stood was not turned
+            left = {key: drawn_value(source, KEYS[key]) for key in sorted(set(KEYS) - bench.touched)}
+            if left:
+                assert compared(bench, left, f"{seed} left {again}", False, True) in ("planned", "refused"), left
         assert set(KEYS) == bench.touched
 
 
