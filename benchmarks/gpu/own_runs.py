@@ -1,12 +1,12 @@
 """This trainer on one GPU, measured in the format that `shardwise validate` predicts: seconds a step, peak memory.
 
 Llama-like models of three sizes, sequences of 2048 to 131072 tokens, compiled or not, recomputation none, attention and full, in
-bfloat16 with float32 parameters and AdamW. `--later` measures others instead, which no constant has seen: other shapes, GEMMs in
-fp8, experts. A step is the trainer's own on random tokens, as its loop runs it (replayed where the host is slower, read when the
-next is begun); its time is the median distance of CUDA events after warm-up, its memory the allocator's peak. Writes rows to a
-JSON file.
+bfloat16 with float32 parameters and AdamW. `--set later` and `--set latest` measure others instead, which no constant has seen:
+other shapes, GEMMs in fp8, experts. A step is the trainer's own on random tokens, as its loop runs it (replayed where the host is
+slower, read when the next is begun); its time is the median distance of CUDA events after warm-up, its memory the allocator's peak.
+Writes rows to a JSON file.
 
-    python benchmarks/gpu/own_runs.py --output rows.json [--later] [--steps 12] [--only NAME …]
+    python benchmarks/gpu/own_runs.py --output rows.json [--set fitted|later|latest] [--steps 12] [--only NAME …]
     python benchmarks/gpu/own_runs.py --table rows.json      # measured beside planned, as in RESULTS.md; needs no GPU
 """
 
@@ -39,11 +39,24 @@ LONG = 1.5
 """Of steps with more seconds than this fewer are timed: they are too long for the host to matter."""
 
 OWN: dict[str, dict[str, int]] = SHAPES | {
-    # of the later runs
     "0.2B": dict(layers=12, hidden=768, heads=12, kv_heads=12, ffn=2048, vocab=50304),
     "0.8B": dict(layers=20, hidden=1536, heads=12, kv_heads=4, ffn=6144, vocab=32768),
     "2.2B": dict(layers=20, hidden=2560, heads=20, kv_heads=20, ffn=8192, vocab=65536),
     "4.6B": dict(layers=24, hidden=4096, heads=32, kv_heads=8, ffn=11008, vocab=32000),
+    # of the latest
+    "0.3B": dict(layers=24, hidden=1024, heads=16, kv_heads=4, ffn=2816, vocab=64000),
+    "1.1B": dict(layers=22, hidden=2048, heads=16, kv_heads=4, ffn=5632, vocab=32000),
+    "2.9B": dict(layers=32, hidden=2560, heads=20, kv_heads=20, ffn=6912, vocab=50304),
+    "5.4B": dict(layers=32, hidden=3584, heads=28, kv_heads=4, ffn=11264, vocab=65536),
+    "8x1.5B": dict(
+        layers=10, hidden=1536, heads=12, kv_heads=4, ffn=4096, vocab=32768,
+        experts=8, experts_per_token=2, expert_ffn=4096,
+    ),
+    "32x0.7B": dict(
+        layers=12, hidden=1280, heads=10, kv_heads=10, ffn=3584, vocab=65536,
+        experts=32, experts_per_token=4, expert_ffn=768, shared_experts=1, dense_layers=1,
+    ),
+    # of the later ones
     "16x0.3B": dict(
         layers=12, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=50304,
         experts=16, experts_per_token=2, expert_ffn=2048,
@@ -70,6 +83,21 @@ LATER: list[Timed] = [
     ("16x0.3B", 8192, 4, 1, "full", True, "none"),
     ("64x2B", 4096, 4, 1, "none", True, "none"),
 ]
+LATEST: list[Timed] = [
+    # the same, of shapes that none of the others have
+    ("0.3B", 4096, 8, 1, "none", True, "none"),
+    ("0.3B", 131072, 1, 1, "full", True, "none"),
+    ("1.1B", 2048, 8, 2, "none", True, "none"),
+    ("1.1B", 32768, 1, 1, "full", True, "none"),
+    ("1.1B", 8192, 2, 2, "attention", False, "none"),
+    ("2.9B", 4096, 4, 1, "full", True, "none"),
+    ("2.9B", 8192, 2, 1, "none", True, "tensorwise"),
+    ("2.9B", 4096, 2, 2, "none", True, "rowwise"),
+    ("5.4B", 2048, 4, 1, "full", True, "none"),
+    ("5.4B", 16384, 1, 1, "full", True, "tensorwise"),
+    ("8x1.5B", 4096, 4, 1, "none", False, "none"),
+    ("32x0.7B", 8192, 2, 1, "none", True, "none"),
+]
 RUNS: list[tuple[str, int, int, int, str, bool]] = [
     # the same, in bfloat16
     ("0.4B", 2048, 1, 1, "none", True),
@@ -93,6 +121,7 @@ RUNS: list[tuple[str, int, int, int, str, bool]] = [
     ("3.6B", 8192, 2, 1, "full", True),
     ("3.6B", 8192, 1, 2, "attention", False),
 ]
+SETS: dict[str, Sequence[Any]] = dict(fitted=RUNS, later=LATER, latest=LATEST)
 
 
 def name_of(model: str, seq_len: int, micro: int, times: int, recompute: str, compiled: bool, fp8: str = "none") -> str:
@@ -184,7 +213,7 @@ def measure(
 
 
 def table(path: Path) -> None:
-    """Measured beside planned. The plan's constants have seen those rows of `RUNS`, and none of `LATER`."""
+    """Measured beside planned. The plan's constants have seen those rows of `RUNS`, and no others."""
     from shardwise.plan.plan import plan
     from shardwise.plan.published.rows import own_run
 
@@ -205,7 +234,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("rows.json"))
     parser.add_argument("--table", type=Path)
-    parser.add_argument("--later", action="store_true", help="the runs that no constant has seen")
+    parser.add_argument(
+        "--set", choices=list(SETS), default="fitted", help="later and latest: runs that no constant has seen"
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--only", nargs="*", default=[])
     args = parser.parse_args()
@@ -214,7 +245,7 @@ def main() -> int:
         return 0
     need_gpu()
     rows = []
-    runs: Sequence[Any] = LATER if args.later else RUNS
+    runs = SETS[args.set]
     for run in runs:
         if args.only and name_of(*run) not in args.only:
             continue

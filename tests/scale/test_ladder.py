@@ -47,6 +47,15 @@ def test_rungs_are_smaller_kin_within_the_budget(keys: dict[str, int]) -> None:
     assert {rung.run.train.lr for rung in same} == {4e-3}
 
 
+def test_shallow_models_keep_their_layers_where_they_have_enough_widths() -> None:
+    target = run_from_dict(dict(TARGET) | dict(model=dict(TARGET["model"]) | dict(heads=16, kv_heads=16)))  # type: ignore[call-overload]
+    goal = rung_of(target)
+    rungs = make_ladder(target, 0.3 * goal.flops)
+    assert len(rungs) == 5
+    assert {rung.run.model.layers for rung in rungs} == {6}
+    assert len({rung.run.model.hidden for rung in rungs}) == 5
+
+
 @pytest.mark.drawn(group="laws")
 def test_a_ladder_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "target.toml"

@@ -21,7 +21,7 @@ def _spread(x, places, rows, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.con
         value = tl.load(x + token * WIDTH + at, mask=at < WIDTH)
         for choice in tl.static_range(K):
             place = tl.load(places + token * K + choice).to(tl.int64)
-            tl.store(rows + place * WIDTH + at, value, mask=tl.where(place >= 0, at, WIDTH) < WIDTH)
+            tl.store(rows + place * WIDTH + at, value, mask=at < tl.where(place >= 0, WIDTH, 0))
 
 
 @triton.jit
@@ -34,9 +34,7 @@ def _collect(  # type: ignore[no-untyped-def]
         total = tl.zeros((BLOCK,), tl.float32)
         for choice in tl.static_range(K):
             place = tl.load(places + token * K + choice).to(tl.int64)
-            row = tl.load(rows + place * WIDTH + at, mask=tl.where(place >= 0, at, WIDTH) < WIDTH, other=0.0).to(
-                tl.float32
-            )
+            row = tl.load(rows + place * WIDTH + at, mask=at < tl.where(place >= 0, WIDTH, 0), other=0.0).to(tl.float32)
             if WEIGHED:
                 row = row * tl.load(weights + token * K + choice).to(tl.float32)
             total += row
@@ -54,7 +52,7 @@ def _combine_weighted_backward(  # type: ignore[no-untyped-def]
         total = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, WIDTH, BLOCK):
             at = first + tl.arange(0, BLOCK)
-            there = tl.where(place >= 0, at, WIDTH) < WIDTH
+            there = at < tl.where(place >= 0, WIDTH, 0)
             given = tl.load(gradient + token * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
             total += given * tl.load(rows + place * WIDTH + at, mask=there, other=0.0).to(tl.float32)
             tl.store(to_rows + place * WIDTH + at, given * weight, mask=there)

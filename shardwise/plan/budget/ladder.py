@@ -15,11 +15,14 @@ from shardwise.run.config import ModelConfig
 from shardwise.scale.points import FLOPS_PER_TOKEN
 from shardwise.scale.published import step_law
 
-SPACING = 1.6
+SPACING = 1.45
 """Ratio of the sizes of two neighbouring rungs."""
 LARGEST = 3.0
 """The target is at least this many times larger than any rung."""
 FEWEST_STEPS = 50
+SHALLOW = 8
+"""Models with fewer layers keep them all where they have enough widths: one layer of so few is too large a step for losses to lie
+on a smooth curve."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,13 @@ def make_ladder(target: Run, flops: float, rungs: int = 5) -> list[Rung]:
     ratio = goal.tokens / goal.params
     shares = [SPACING ** (-2 * at) for at in range(rungs)]
     largest = min(goal.params / LARGEST, math.sqrt(flops / (FLOPS_PER_TOKEN * ratio * sum(shares))))
-    found: list[Rung] = []
-    for at in reversed(range(rungs)):
-        rung = _rung(target, goal, largest / SPACING**at, ratio)
-        if not found or rung.params > found[-1].params:
-            found.append(rung)
+    wanted = [largest / SPACING**at for at in reversed(range(rungs))]
+    found = _rungs(target, goal, wanted, ratio, all_layers=True) if target.model.layers < SHALLOW else []
+    if len(found) < rungs:
+        found = _rungs(target, goal, wanted, ratio, all_layers=False)
+    if not found:
+        reason = f"no model of this kind has a third of its parameters, {round(goal.params / LARGEST):,}"
+        raise UserError(Problem(f"{reason}: its vocabulary or its heads are too large for a ladder", "model"))
     if len(found) < rungs:
         reason = f"only {len(found)} sizes of this model are small enough for the budget, and {rungs} are wanted"
         raise UserError(
@@ -60,8 +65,17 @@ def make_ladder(target: Run, flops: float, rungs: int = 5) -> list[Rung]:
     return found
 
 
-def _rung(target: Run, goal: Rung, wanted: float, ratio: float) -> Rung:
-    model = _smaller(target.model, wanted, goal.params / LARGEST)
+def _rungs(target: Run, goal: Rung, wanted: list[float], ratio: float, *, all_layers: bool) -> list[Rung]:
+    """Rungs of about the wanted sizes, the smallest first, each size once."""
+    found: list[Rung] = []
+    for size in wanted:
+        model = _smaller(target.model, size, goal.params / LARGEST, all_layers)
+        if model is not None and (not found or parameters(model).total > found[-1].params):
+            found.append(_rung(target, goal, model, ratio))
+    return found
+
+
+def _rung(target: Run, goal: Rung, model: ModelConfig, ratio: float) -> Rung:
     size = parameters(model).total
     tokens = ratio * size
     (_, batch), (_, full) = step_law(1.0, tokens), step_law(1.0, float(goal.tokens))
@@ -81,15 +95,15 @@ def _rung(target: Run, goal: Rung, wanted: float, ratio: float) -> Rung:
     return rung_of(replace(target, name=name, model=model, train=train))
 
 
-def _smaller(model: ModelConfig, wanted: float, most: float) -> ModelConfig:
-    """The model shrunk to about `wanted` parameters, never more than `most`: hidden size, heads and widths shrink together, and the
-    depth with them, at half the rate; heads keep their size."""
+def _smaller(model: ModelConfig, wanted: float, most: float, all_layers: bool) -> ModelConfig | None:
+    """The model shrunk to about `wanted` parameters, never more than `most`: hidden size, heads and widths shrink together; heads
+    keep their size. The depth shrinks at half the rate, or not at all. None where every such model is larger."""
     best: tuple[float, ModelConfig] | None = None
     group = model.heads // model.kv_heads
     for heads in range(1, model.heads + 1):
         share = heads / model.heads
         usual = model.layers * math.sqrt(share)
-        for layers in range(1, model.layers + 1):
+        for layers in range(model.layers if all_layers else 1, model.layers + 1):
             small = replace(
                 model, layers=layers, hidden=model.hidden * heads // model.heads, heads=heads,
                 kv_heads=max(1, heads // group) if heads % max(1, heads // group) == 0 else heads,
@@ -100,7 +114,4 @@ def _smaller(model: ModelConfig, wanted: float, most: float) -> ModelConfig:
             off = abs(math.log(size / wanted)) + 0.25 * abs(math.log(layers / usual))
             if size <= most and (best is None or off < best[0]):
                 best = off, small
-    if best is None:
-        reason = f"no model of this kind has a third of its parameters, {round(most):,}"
-        raise UserError(Problem(f"{reason}: its vocabulary or its heads are too large for a ladder", "model"))
-    return best[1]
+    return None if best is None else best[1]

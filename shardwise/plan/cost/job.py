@@ -211,6 +211,8 @@ def job_of(run: Run) -> Job:
         facts["optimizer_bytes"] = 2 * width
     if 0 < run.model.sliding_window < train.seq_len:  # cuDNN's kernels, as PyTorch calls them, have no windows
         facts["attention"] = "flash2"
+    if train.fp8 != "none":
+        facts["fp8_recipe"] = train.fp8
     job = Job(
         model=run.model,
         layout=run.layout,
