@@ -47,7 +47,7 @@ def main() -> None:
     """Train and compare."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, default=ROOT / "examples" / "ladder.toml")
-    parser.add_argument("--budget", default="0.2")
+    parser.add_argument("--budget", default="0.25")
     parser.add_argument("--out", type=Path, default=Path("runs/ladder"))
     args, overrides = parser.parse_known_args()
     ladder = ["scale", "ladder", str(args.run), "--budget", args.budget, "--out", str(args.out), "--json", *overrides]

@@ -14,6 +14,8 @@ from pathlib import Path
 from shardwise.run.problems import Problem, UserError
 
 _EVENLY = re.compile(r"U\(\s*(\d+)\s*,\s*(\d+)\s*\)", re.IGNORECASE)
+LONGEST_TEXT = 100
+"""Characters of a number of tokens, or of two."""
 LONGEST = 10**9
 
 
@@ -47,6 +49,8 @@ class Lengths:
 def parse_lengths(text: str, key: str = "", where: str = "") -> Lengths:
     """The lengths that a text describes; `key` and `where` are for messages."""
     text = text.strip()
+    if len(text) > LONGEST_TEXT and not text.strip("0123456789U(), "):
+        raise UserError(Problem(f'"{text[:20]}…" is too long for a number of tokens', key, where))
     if text.isascii() and text.isdigit():
         return _checked(int(text), int(text), (), key, where)
     if found := _EVENLY.fullmatch(text):

@@ -43,3 +43,9 @@ def test_a_file_of_nonsense(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "lengths").write_bytes(content)
     with pytest.raises(UserError, match="lengths"):
         parse_lengths(str(tmp_path / "lengths"))
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, f"U(1,{'9' * 5000})"])
+def test_a_number_with_thousands_of_digits_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="too long for a number of tokens"):
+        parse_lengths(text)

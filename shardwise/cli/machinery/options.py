@@ -10,18 +10,19 @@ from pathlib import Path
 from shardwise.run.problems import Problem, UserError
 
 
-def at_least(least: float, kind: type[int] | type[float] = int) -> Callable[[str], int | float]:
-    """A finite number that is not below `least`."""
+def at_least(least: float, kind: type[int] | type[float] = int, most: float = math.inf) -> Callable[[str], int | float]:
+    """A finite number that is not below `least`, and not above `most`."""
 
     def number(text: str) -> int | float:
         try:
             value = kind(text)
         except ValueError:
             value = kind(least) - 1
-        if not least <= value < math.inf:  # also NaN
+        if not least <= value <= most or value == math.inf:  # also NaN
             shown = text if len(text) <= 40 else f"{text[:40]}…"
             word = "whole" if kind is int else "finite"
-            raise argparse.ArgumentTypeError(f'"{shown}" is not a {word} number of {least:g} or more')
+            span = f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f'"{shown}" is not a {word} number of {span}')
         return value
 
     return number

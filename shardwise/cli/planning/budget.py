@@ -21,15 +21,18 @@ are shown beside it. --serve-tokens counts the cost of serving too. --published 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--gpu-hours", type=at_least(1e-3, float), metavar="H", help="budget in device hours")
+    how.add_argument("--gpu-hours", type=at_least(1e-3, float, 1e12), metavar="H", help="budget in device hours")
     how.add_argument(
-        "--dollars", type=at_least(0.01, float), metavar="USD", help="budget in US dollars, at the price of the chip"
+        "--dollars",
+        type=at_least(0.01, float, 1e15),
+        metavar="USD",
+        help="budget in US dollars, at the price of the chip",
     )
-    how.add_argument("--flops", type=at_least(1e9, float), metavar="C", help="budget in training FLOPs, 6 N D")
+    how.add_argument("--flops", type=at_least(1e9, float, 1e36), metavar="C", help="budget in training FLOPs, 6 N D")
     how.add_argument("--published", action="store_true", help="apply the law to GPT-3, Chinchilla and Llama 1 to 3")
     parser.add_argument(
         "--days",
-        type=at_least(0.01, float),
+        type=at_least(0.01, float, 1e6),
         default=None,
         help="days to finish in (30); with --devices and no other budget, these are it",
     )
@@ -52,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--serve-tokens",
-        type=at_least(0, float),
+        type=at_least(0, float, 1e24),
         default=0.0,
         metavar="T",
         help="tokens that the model will read and write in its lifetime",

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from shardwise.data.prepare.words import Hashes
 from shardwise.run.problems import Problem, UserError, install
 
+HASHES = ("xxhash", "sha1")
 PRIME = np.uint64(2**61 - 1)
 _BLOCK = 128
 
@@ -27,7 +28,7 @@ def _sha1(text: bytes) -> int:
 
 
 def hash_function(name: str) -> Callable[[bytes], int]:
-    """A 64-bit hash function of a text: "xxhash" or "sha1"."""
+    """A 64-bit hash function of a text, one of `HASHES`."""
     if name == "sha1":
         return _sha1
     try:

@@ -13,12 +13,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from shardwise.data.prepare.minhash import HASHES
 from shardwise.data.prepare.steps import MAPS, RULES, SHUFFLES, Step, settings_of
 from shardwise.run.problems import Problem, UserError, nearest
 
 VERSION = 1
 MOST_STEPS = 32
 """Bits of the mask of the steps that changed a document."""
+MOST_HASHES = 4096
+"""The most of anything that a comparison of documents counts: words, bands, hash functions of a band."""
 Bad = Literal["skip", "stop"]
 
 
@@ -149,6 +152,13 @@ def _step(table: dict[str, Any], number: int, folder: Path, problems: list[Probl
         if default is inspect.Parameter.empty:
             default = {"str": "", "int": 0, "float": 0.0}.get(str(parameter.annotation), ())
         given[key] = _value(value, default, f"{where}.{key}", problems)
+    if kind in SHUFFLES:
+        for key, value in given.items():
+            least, most = (0, 2**32 - 1) if key == "seed" else (1, MOST_HASHES)
+            if type(value) is int and not least <= value <= most:
+                problems.append(Problem(f"{value} must be between {least} and {most:,}", f"{where}.{key}"))
+            if key == "hash" and value not in HASHES:
+                problems.append(Problem(f'"{value}" is not known: {" or ".join(HASHES)}', f"{where}.{key}"))
     missing = [key for key, parameter in settings.items() if parameter.default is parameter.empty and key not in given]
     problems += [Problem(f"{kind} needs it", f"{where}.{key}") for key in missing]
     if kind == "decontaminate" and "paths" in given:
@@ -185,8 +195,12 @@ def _value(value: Any, default: Any, where: str, problems: list[Problem]) -> Any
         value = float(value) if right else value
     elif isinstance(default, str):
         right, wanted = isinstance(value, str), "a text"
+    elif default and not isinstance(default[0], str):
+        right = isinstance(value, list) and all(isinstance(each, list) and len(each) == 2 for each in value)
+        right = right and all(type(number) in (int, float) for each in value for number in each)
+        wanted = "a list of pairs of numbers"
     else:
-        right, wanted = isinstance(value, list), "a list"
+        right, wanted = isinstance(value, list) and all(isinstance(each, str) for each in value), "a list of texts"
     if not right:
         problems.append(Problem(f"{json.dumps(value, default=str)} is not {wanted}", where))
         return default

@@ -67,6 +67,31 @@ def test_what_is_no_recipe(tmp_path: Path, text: str, said: str) -> None:
         read_recipe(path)
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("bands = 0", "bands: 0 must be between 1 and 4,096"),
+        ("rows = 5000", "rows: 5000 must be between"),
+        ("seed = -1", "seed: -1 must be between 0 and"),
+        ('hash = "md5"', 'hash: "md5" is not known: xxhash or sha1'),
+    ],
+)
+def test_settings_that_no_comparison_can_take(tmp_path: Path, setting: str, said: str) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(f'[[sources]]\nname = "web"\npaths = ["*.jsonl"]\n[[steps]]\nkind = "minhash"\n{setting}\n')
+    with pytest.raises(UserError, match=said):
+        read_recipe(path)
+
+
+def test_lists_hold_what_their_settings_take(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text('[[sources]]\nname = "web"\npaths = [1]\n[[steps]]\nkind = "gopher_repetition"\ntop = [1]\n')
+    with pytest.raises(UserError) as raised:
+        read_recipe(path)
+    assert "sources[0].paths: [1] is not a list of texts" in str(raised.value)
+    assert "steps[0].top: [1] is not a list of pairs of numbers" in str(raised.value)
+
+
 def test_more_steps_than_a_document_has_bits_for(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text('[[sources]]\nname = "web"\npaths = ["*.jsonl"]\n' + '[[steps]]\nkind = "privacy"\n' * 33)
