@@ -93,7 +93,7 @@ SERVED = ["plan", "--model.preset=llama3-8b", "--cluster.chip=h100", "--serve.ra
         (["trace", "absent", "--dtype", "int3"], "did you mean int8"),
         (["trace", "absent", "--within", "-1"], "number of 0 or more"),
         (["validate", "--worst", "-1"], "whole number of 0 or more"),
-        (["budget", "--flops", "inf"], "finite number of 1e+09 or more"),
+        (["budget", "--flops", "inf"], "finite number of 1e+09 to 1e+36"),
         (["verify", "absent.toml", "--time", "inf"], "finite number of 0 or more"),
         (["verify", "absent.toml", "--steps", "9" * 5000], '9…" is not a whole number of 1 or more'),
         (["scale", "ladder", "absent.toml", "--rungs", "5000"], "--rungs: 5000 must be at most 100"),
