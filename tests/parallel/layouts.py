@@ -197,6 +197,7 @@ SMALL_EDGES: list[Drawn] = [
     # A stage between the ends that is done with its microbatches before others come fetches a layer in vain.
     ("dense", dict(pipeline=2, shard=2, schedule="interleaved", prefetch=2), dict(layers=8, global_batch=4, microbatch=1)),
     ("dense", dict(replicate=2), LOW_PRECISION | dict(reduce_dtype="bfloat16")),
+    ("bloom", dict(recompute="optimal", recompute_budget=3e-5), dict(layers=2)),  # drops all that ALiBi lets it
     # Deferred gradients that are not added up yet.
     ("dense", dict(pipeline=2, shard=2, schedule="zb-h1"), LOW_PRECISION | dict(layers=2, global_batch=4, microbatch=1)),
     ("wide", dict(shard=2, tensor=2), dict(adapter="qlora", layers=1)),

@@ -76,7 +76,9 @@ def graph(job: Job, *, routed: bool) -> dict[str, Tensor]:
     stream, width = residual_bytes(job), job.rows * job.width
     norms = [place for place in places["norm"] if ops[place].saved == ops[places["norm"][0]].saved]
     add("attention_norm", stream, (places["norm"][0], 1.0))
-    if alone and m.attention != "latent" and not m.qk_norm and not 0 < m.sliding_window < job.seq_len:
+    # ALiBi's heads are wider than values, so that attention saves copies, which nothing here can stand for.
+    plain = m.attention != "latent" and m.position != "alibi" and not m.qk_norm
+    if alone and plain and not 0 < m.sliding_window < job.seq_len:
         rotated = [(place, 1.0) for name in ("rotary", "alibi", "heads apart") for place in places.get(name, ())]
         core = [(place, 1.0) for place, op in enumerate(ops) if op.core]
         add("heads", width * _heads(m, m.heads, m.kv_heads), (places["qkv"][0], 1.0), *rotated)
