@@ -301,14 +301,15 @@ class Runner:
                 if (size, shared) not in self.graphs:
                     self._record(size, shared)
             most = min(self.longest, step_tokens)
-            prompts = [Row(0, 0, [0] * most, most, 1)] * (step_tokens // most)
+            prompts = [Row(0, 0, [0] * most, most, 1)] * min(step_tokens // most, self.sequences)
             self._mixed(prompts, 0, False)
             for count in (count for count in SHORT if count <= most):
                 self._mixed([Row(0, 1, [0], 1, 1), Row(0, 0, [0] * count, count, 1)], 1, False)
             # Prompts beside decoding sequences, as in most steps; the pages they write to belong to no sequence yet.
-            beside = [Row(slot, 1, None, 1, 1) for slot in range(1, min(BESIDE, self.sequences) + 1)]
-            each = min(most, max(1, step_tokens // 16))
-            self.launch([*beside, *[Row(0, 0, [0] * each, each, 1)] * max(1, (step_tokens - len(beside)) // each)])
+            beside = [Row(slot, 1, None, 1, 1) for slot in range(1, min(BESIDE, self.sequences - 1) + 1)]
+            others = min(16, self.sequences - len(beside))
+            each = min(most, max(1, (step_tokens - len(beside)) // others))
+            self.launch([*beside, *[Row(0, 0, [0] * each, each, 1)] * others])
             load_kernels(self.model, range(15, min(self.sequences, 512), 16), self.unembed)
             torch.cuda.synchronize()
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.data.batches import Batch
 from shardwise.parallel.objective import Microbatch
 from shardwise.run.derive import replays
-from shardwise.torch_private import end_allocating_to_pool
+from shardwise.torch_private import recover_from_capture
 from shardwise.train.step import TrainState
 
 WARM_UP = 3
@@ -86,7 +86,7 @@ class GraphedPasses:
                 self.loss = train_state.passes_of(self.batch)
         except RuntimeError as error:  # out of memory, or an operation that synchronizes
             self.off = True
-            recover(stream, pool)
+            recover_from_capture(stream, pool)
             train_state.optimizer.zero_grad()
             torch.cuda.synchronize()
             self.log(f"steps are launched kernel by kernel, since they could not be captured: {error}".splitlines()[0])
@@ -113,16 +113,6 @@ class GraphedPasses:
         for leaf, gradient in zip(self.leaves, self.gradients, strict=True):
             leaf.grad = gradient
         return self.loss.clone()
-
-
-def recover(stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
-    """Undo a failed capture: PyTorch is still on its stream, the random generator and the allocator are still in capture mode, and
-    its memory pool is still reserved."""
-    torch.cuda.set_stream(stream)
-    device = stream.device_index
-    generator = torch.cuda.default_generators[device]
-    generator.graphsafe_set_state(generator.clone_state())
-    end_allocating_to_pool(device, pool)
 
 
 def same_shapes(these: Sequence[Microbatch], those: Sequence[Microbatch]) -> bool:

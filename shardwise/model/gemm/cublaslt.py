@@ -25,7 +25,9 @@ TYPES = {
 COMPUTE_FLOAT32 = 68
 TRANSPOSE_LEFT, TRANSPOSE_RIGHT = 3, 4
 SCALE_LEFT, SCALE_RIGHT, FAST_SUMS = 17, 18, 25
-MOST_WORKSPACE = 1
+MOST_WORKSPACE, REDUCTIONS = 1, 3
+IN_FULL_PRECISION = 2
+"""Parts of a sum are added outside of the output, in float32; the other ways round them to the output's dtype."""
 ALIGNMENTS = (5, 6, 7, 8)
 
 WORKSPACE = 2**25
@@ -181,6 +183,7 @@ class Multiplication:
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(wanted))
         for attribute, value in (
             (MOST_WORKSPACE, ctypes.c_uint64(WORKSPACE)),
+            (REDUCTIONS, ctypes.c_uint32(IN_FULL_PRECISION)),
             *((a, ctypes.c_uint32(ALIGNED)) for a in ALIGNMENTS),
         ):
             size = ctypes.sizeof(value)

@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwise.files import cache_folder
 from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Multiplication, Shape, library, version
 from shardwise.model.gemm.tuned import Choices, Chosen
+from shardwise.torch_private import recover_from_capture
 
 READ_BYTES = 2**28
 """Bytes of matrices that a timing reads, several times the size of a cache."""
@@ -90,7 +91,6 @@ def fastest(kind: Kind, rows: int, shape: Shape) -> Algorithm | None:
     first = kind.matrices[0]
     count = max(2, -(-READ_BYTES // (first.numel() * first.itemsize)))
     matrices = [kind.matrices[n % len(kind.matrices)] for n in range(count)]
-    # A generator of its own: PyTorch's stays in capture mode after an algorithm that could not be captured.
     numbers = torch.Generator(first.device).manual_seed(0)
     x = torch.randn(rows, first.shape[1], device=first.device, generator=numbers).to(first.dtype)
     out = torch.zeros(rows, len(first), dtype=first.dtype, device=first.device)
@@ -103,6 +103,8 @@ def fastest(kind: Kind, rows: int, shape: Shape) -> Algorithm | None:
     for algorithm in proposed:
         base = out if kind.adds else None
         try:
+            if not is_right(multiplication, algorithm, x, first, kind.adds):
+                continue
             works = [partial(multiplication.run, x, matrix.t(), out, algorithm, base) for matrix in matrices]
             seconds = replayed_seconds(works)
         except (LibraryError, RuntimeError):
@@ -110,6 +112,15 @@ def fastest(kind: Kind, rows: int, shape: Shape) -> Algorithm | None:
         if seconds < least:
             best, least = algorithm, seconds
     return best
+
+
+def is_right(multiplication: Multiplication, algorithm: Algorithm, x: Tensor, matrix: Tensor, adds: bool) -> bool:
+    """Whether an algorithm's result is that of float32 to rounding, whatever its workspace held before."""
+    wanted = x.float() @ matrix.float().t() + float(adds)
+    out = torch.ones_like(wanted, dtype=x.dtype)
+    torch.full((algorithm.workspace,), 255, dtype=torch.uint8, device=x.device)  # what the allocator hands out next
+    multiplication.run(x, matrix.t(), out, algorithm, out if adds else None)
+    return bool((out.float() - wanted).abs().max() <= 2**-7 * wanted.abs().max())
 
 
 def _usual(x: Tensor, matrix: Tensor, out: Tensor, adds: bool) -> None:
@@ -121,14 +132,20 @@ def _usual(x: Tensor, matrix: Tensor, out: Tensor, adds: bool) -> None:
 
 def replayed_seconds(works: Sequence[Callable[[], Any]], pool: Any = None) -> float:
     """Seconds of a CUDA graph of all the work, since launching it one by one may take longer."""
-    stream = torch.cuda.Stream()
+    pool = pool or torch.cuda.graph_pool_handle()
+    current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(current)  # memory that was handed out may still be read by what was launched before
     with torch.cuda.stream(stream):
         works[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        for work in works:
-            work()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            for work in works:
+                work()
+    except BaseException:
+        recover_from_capture(current, pool)
+        raise
     found = []
     for _ in range(REPLAYED + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -214,6 +214,7 @@ def pick(
     whose logit reaches the threshold. Temperatures and seeds (int64) are those of the rows' slots; the random draw is that of the
     row's position plus `ahead`. The token is also written to `last`, by slot."""
     rows, vocab = logits.shape
+    assert rows <= len(picking.best)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     splits = max(1, min(32, triton.next_power_of_2(264 // rows)))
     _pick[splits, rows](
