@@ -47,9 +47,7 @@ METHODS: dict[str, tuple[dict[str, Any], float]] = {
     "activations in 2 bits": (dict(activation_bits=2), 0.005),
     "onebit": (dict(compress="onebit", compress_warmup=0.2), 0.01),
     "powersgd 4": (dict(compress="powersgd", compress_rank=4, compress_warmup=0.2), 0.01),
-    "powersgd 4, frozen": (dict(compress="powersgd", compress_warmup=0.2, compress_frozen=True), 0.01),
     "topk 1%": (dict(compress="topk", compress_warmup=0.2), 0.03),
-    "topk 1%, frozen": (dict(compress="topk", compress_warmup=0.2, compress_frozen=True), 0.03),
     "topk 1%, momentum 0.9": (dict(compress="topk", compress_momentum=0.9, compress_warmup=0.2), 0.03),
     "DiLoCo 14, int4": (dict(sync_every=14, compress="int4", compress_warmup=0.25), 0.03),
     "DiLoCo 14, int4, gentle": (

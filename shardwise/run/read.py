@@ -147,6 +147,10 @@ def _find_chip_file(given: _Given, folder: Path) -> None:
         given["cluster.chip"] = (str((folder / chip).resolve()), where)
 
 
+RETIRED: dict[str, Any] = {"layout.compress_frozen": False}
+"""Keys that are gone, with the value that changes nothing: the run.toml of an earlier run names every key, and is read."""
+
+
 def run_from_dict(values: dict[str, Any], where: str = "") -> Run:
     """The run of nested sections, as read from TOML or JSON."""
     problems: list[Problem] = []
@@ -157,8 +161,9 @@ def _resolve(given: _Given, problems: list[Problem], rules: Iterable[Rule] = (),
     """`serves`: whether the layout is that of a server; None: it is if the run has a load to plan."""
     keys = all_keys()
     for name in [n for n in given if n not in keys]:
-        _, where = given.pop(name)
-        problems.append(Problem(_unknown(name, keys), name, where))
+        value, where = given.pop(name)
+        if name not in RETIRED or value != RETIRED[name]:
+            problems.append(Problem(_unknown(name, keys), name, where))
 
     preset, where = given.get("model.preset", ("", ""))
     if isinstance(preset, str) and preset in PRESETS:

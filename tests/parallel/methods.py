@@ -19,7 +19,7 @@ REPLICAS: list[dict[str, Any]] = [
     *(dict(compress="powersgd", compress_rank=rank) for rank in (1, 4)),
     dict(compress="topk", compress_density=0.07),
     dict(compress="topk", compress_momentum=0.9),
-    dict(compress="powersgd", compress_warmup=2, compress_frozen=True),
+    dict(compress="powersgd", compress_warmup=2),
     dict(sync_every=3, outer_optimizer="average"),
     dict(sync_every=2),
     dict(sync_every=4, sync_fragments=3, sync_overlap=1, compress="int4"),

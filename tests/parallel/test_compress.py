@@ -121,7 +121,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         dict(dtype="bfloat16"),
     ),
     ("tied", dict(replicate=2, pipeline=2, schedule="dualpipe") | EVERYTHING, {}),
-    ("dense", dict(replicate=2, compress="topk", compress_warmup=1, compress_frozen=True), {}),
+    ("dense", dict(replicate=2, compress="topk", compress_warmup=1), {}),
 ]
 
 
@@ -181,7 +181,7 @@ CHOICES: list[dict[str, Any]] = [
     *(dict(compress="powersgd", compress_rank=rank) for rank in (1, 4)),
     dict(compress="topk", compress_density=0.07),
     dict(compress="topk", compress_momentum=0.9),
-    dict(compress="powersgd", compress_warmup=2, compress_frozen=True),
+    dict(compress="powersgd", compress_warmup=2),
     dict(sync_every=3, outer_optimizer="average"),
     dict(sync_every=4, sync_fragments=3, sync_overlap=1, compress="int4"),
     dict(compress_weights="int8", compress_shards="int4"),

@@ -40,9 +40,8 @@ class Exchange:
         self.compressor = make_compressor(mesh.layout, group, [held[n] for n in self.indices], train.beta1)
 
     def hides_norm(self, step: int) -> bool:
-        """Whether the result of an exchange, in a step counted from 1, does not show the gradients' size: it is the momentum, or
-        holds what many steps kept back."""
-        return (isinstance(self.compressor, OneBit) or self.layout.compress_frozen) and not self.is_plain(step)
+        """Whether the result of an exchange, in a step counted from 1, is the momentum, which does not show the gradients' size."""
+        return isinstance(self.compressor, OneBit) and not self.is_plain(step)
 
     def is_plain(self, step: int) -> bool:
         """Whether gradients of a step are sent uncompressed."""

@@ -120,14 +120,6 @@ def compress_rules(run: Run) -> Iterator[Rule]:
     lay, train = run.layout, run.train
     yield from _sync_rules(run)
     yield from _shard_rules(run)
-    late = lay.compress in ("powersgd", "topk")
-    yield Rule(lay.compress_frozen and not late, "layout.compress_frozen", ("layout.compress",), lambda: (
-        f"is only for powersgd and topk; layout.compress is {lay.compress}"
-    ))
-    yield Rule(lay.compress_frozen and late and train.optimizer != "adamw", "layout.compress_frozen", ("train.optimizer",),
-               lambda: f"freezes Adam's second moment, but train.optimizer is {train.optimizer}")
-    yield Rule(lay.compress_frozen and late and not lay.compress_warmup, "layout.compress_warmup", ("layout.compress_frozen",),
-               lambda: "compress_frozen needs a warm-up, which sets Adam's second moment; use about 15% of the steps")
     if lay.compress == "none":
         return
     keeps = lay.compress in KEEPS_ERROR

@@ -82,12 +82,6 @@ class LayoutConfig:
         most=0.99,
     )
 
-    compress_frozen: bool = key(
-        False,
-        "powersgd, topk: after the warm-up, freeze Adam's second moment and do not clip, as onebit does; gradients that arrive "
-        "late then count as much as others",
-    )
-
     compress_weights: Literal["none", "int8", "fp8", "int4"] = key(
         "none", "compress parameters when they are gathered from shards (ZeRO++: int8)"
     )

@@ -1,9 +1,9 @@
-"""AdamW whose second moment is frozen after a warm-up, as 1-bit Adam requires (Tang et al. 2021, algorithm 1). It also helps other
-compressors that deliver gradients late: with the same denominator, a sum that arrives at once moves a weight as far as its terms
-would have one by one.
+"""AdamW whose second moment is frozen after a warm-up, as 1-bit Adam requires (Tang et al. 2021, algorithm 1).
 
 If the second moment of an element is 0, it never had a gradient, and the 1-bit momentum there is only rounding: such elements are
-not updated. The first moment's bias correction is the usual one; the second's uses the number of warm-up steps.
+not updated. Where it is small, as in embeddings of tokens that were rare at the end of the warm-up, rounding divided by it could be
+anything, so no element moves further than Adam can move one. The first moment's bias correction is the usual one; the second's uses
+the number of warm-up steps.
 """
 
 from __future__ import annotations
@@ -42,5 +42,6 @@ class OneBitAdamW(torch.optim.AdamW):
                 state["step"] += 1
                 momentum = state["exp_avg"].lerp_(p.grad, 1 - beta1) / (1 - beta1 ** state["step"].to(p))
                 second = state["exp_avg_sq"] / (1 - beta2 ** max(1, self.warmup))
-                update = torch.where(second > 0, momentum / (second.sqrt() + group["eps"]), 0.0)
+                most = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
+                update = (momentum / (second.sqrt() + group["eps"])).clamp_(-most, most).masked_fill_(second == 0, 0.0)
                 p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])

@@ -117,7 +117,7 @@ class Optimizer:
                         memory.folder if memory.on_disk else "",
                     )
                 )
-            elif mesh.layout.compress == "onebit" or mesh.layout.compress_frozen:
+            elif mesh.layout.compress == "onebit":
                 self.parts.append(OneBitAdamW(groups, train.lr, betas, train.eps, mesh.layout.compress_warmup))
             elif fits_fused_adamw([p for p, _ in rest]):
                 self.parts.append(FusedAdamW(groups, train.lr, betas, train.eps, dict(rest)))
