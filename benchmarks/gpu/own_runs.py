@@ -1,12 +1,12 @@
 """This trainer on one GPU, measured in the format that `shardwise validate` predicts: seconds a step, peak memory.
 
 Llama-like models of three sizes, sequences of 2048 to 131072 tokens, compiled or not, recomputation none, attention and full, in
-bfloat16 with float32 parameters and AdamW. `--set later` and `--set latest` measure others instead, which no constant has seen:
-other shapes, GEMMs in fp8, experts. A step is the trainer's own on random tokens, as its loop runs it (replayed where the host is
+bfloat16 with float32 parameters and AdamW; three dozen of other shapes, with GEMMs in fp8 and experts. `--set unseen` measures a
+dozen that no constant has seen. A step is the trainer's own on random tokens, as its loop runs it (replayed where the host is
 slower, read when the next is begun); its time is the median distance of CUDA events after warm-up, its memory the allocator's peak.
 Writes rows to a JSON file.
 
-    python benchmarks/gpu/own_runs.py --output rows.json [--set fitted|later|latest] [--steps 12] [--only NAME …]
+    python benchmarks/gpu/own_runs.py --output rows.json [--set fitted|unseen] [--steps 12] [--graph] [--only NAME …]
     python benchmarks/gpu/own_runs.py --table rows.json      # measured beside planned, as in RESULTS.md; needs no GPU
 """
 
@@ -33,7 +33,7 @@ from shardwise.train.cuda_graph import attach
 from shardwise.train.progress.result import StepResult
 from shardwise.train.step import TrainState
 
-WARM = 8
+WARM = 12
 """Steps before those that count."""
 LONG = 1.5
 """Of steps with more seconds than this fewer are timed: they are too long for the host to matter."""
@@ -55,6 +55,33 @@ OWN: dict[str, dict[str, int]] = SHAPES | {
     "32x0.7B": dict(
         layers=12, hidden=1280, heads=10, kv_heads=10, ffn=3584, vocab=65536,
         experts=32, experts_per_token=4, expert_ffn=768, shared_experts=1, dense_layers=1,
+    ),
+    # of those that no constant has seen
+    "0.6B": dict(layers=28, hidden=1024, heads=16, kv_heads=8, ffn=3072, vocab=151936),
+    "0.7B": dict(layers=12, hidden=1792, heads=14, kv_heads=2, ffn=4864, vocab=65536),
+    "1.3B": dict(layers=24, hidden=2048, heads=32, kv_heads=32, ffn=5504, vocab=50304),
+    "2.5B": dict(layers=18, hidden=3072, heads=24, kv_heads=24, ffn=10240, vocab=32768),
+    "4.8B": dict(layers=28, hidden=3840, heads=30, kv_heads=6, ffn=10240, vocab=64000),
+    "8x3B": dict(
+        layers=8, hidden=2048, heads=16, kv_heads=4, ffn=7168, vocab=32000,
+        experts=8, experts_per_token=2, expert_ffn=7168,
+    ),
+    "48x1.4B": dict(
+        layers=12, hidden=1536, heads=12, kv_heads=12, ffn=4096, vocab=50304,
+        experts=48, experts_per_token=4, expert_ffn=512, shared_experts=1, dense_layers=1,
+    ),
+    # of the third dozen
+    "0.5B": dict(layers=16, hidden=1280, heads=10, kv_heads=10, ffn=5120, vocab=100352),
+    "1.8B": dict(layers=24, hidden=2304, heads=18, kv_heads=6, ffn=6144, vocab=49152),
+    "3.1B": dict(layers=26, hidden=3072, heads=24, kv_heads=8, ffn=8192, vocab=32000),
+    "6.7B": dict(layers=32, hidden=4096, heads=32, kv_heads=32, ffn=11008, vocab=32000),
+    "4x1.9B": dict(
+        layers=12, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=50304,
+        experts=4, experts_per_token=1, expert_ffn=5632,
+    ),
+    "128x2B": dict(
+        layers=10, hidden=1024, heads=8, kv_heads=8, ffn=4096, vocab=32768,
+        experts=128, experts_per_token=8, expert_ffn=512,
     ),
     # of the later ones
     "16x0.3B": dict(
@@ -98,6 +125,33 @@ LATEST: list[Timed] = [
     ("8x1.5B", 4096, 4, 1, "none", False, "none"),
     ("32x0.7B", 8192, 2, 1, "none", True, "none"),
 ]
+THIRD: list[Timed] = [
+    ("0.5B", 2048, 8, 1, "none", True, "none"),
+    ("0.5B", 16384, 2, 1, "none", False, "none"),
+    ("0.5B", 131072, 1, 1, "full", True, "none"),
+    ("1.8B", 4096, 4, 2, "none", True, "none"),
+    ("1.8B", 8192, 2, 1, "full", True, "tensorwise"),
+    ("3.1B", 4096, 4, 1, "none", True, "rowwise"),
+    ("3.1B", 65536, 1, 1, "full", True, "none"),
+    ("6.7B", 4096, 2, 1, "full", True, "none"),
+    ("6.7B", 8192, 1, 1, "full", True, "tensorwise"),
+    ("4x1.9B", 4096, 4, 1, "none", True, "none"),
+    ("128x2B", 4096, 4, 1, "none", False, "none"),
+]
+UNSEEN: list[Timed] = [
+    ("0.6B", 2048, 8, 2, "none", True, "none"),
+    ("0.7B", 4096, 8, 1, "none", False, "none"),
+    ("0.7B", 131072, 1, 1, "full", True, "none"),
+    ("1.3B", 2048, 8, 1, "none", True, "tensorwise"),
+    ("1.3B", 8192, 4, 1, "full", True, "none"),
+    ("2.5B", 4096, 4, 1, "none", True, "none"),
+    ("2.5B", 4096, 2, 2, "attention", False, "none"),
+    ("2.5B", 16384, 1, 1, "full", True, "rowwise"),
+    ("4.8B", 4096, 2, 2, "full", True, "tensorwise"),
+    ("4.8B", 32768, 1, 1, "full", True, "none"),
+    ("8x3B", 4096, 4, 1, "none", True, "none"),
+    ("48x1.4B", 4096, 4, 1, "none", False, "none"),
+]
 RUNS: list[tuple[str, int, int, int, str, bool]] = [
     # the same, in bfloat16
     ("0.4B", 2048, 1, 1, "none", True),
@@ -121,7 +175,7 @@ RUNS: list[tuple[str, int, int, int, str, bool]] = [
     ("3.6B", 8192, 2, 1, "full", True),
     ("3.6B", 8192, 1, 2, "attention", False),
 ]
-SETS: dict[str, Sequence[Any]] = dict(fitted=RUNS, later=LATER, latest=LATEST)
+SETS: dict[str, Sequence[Any]] = dict(fitted=[*RUNS, *LATER, *LATEST, *THIRD], unseen=UNSEEN)
 
 
 def name_of(model: str, seq_len: int, micro: int, times: int, recompute: str, compiled: bool, fp8: str = "none") -> str:
@@ -140,6 +194,7 @@ def measure(
     fp8: str = "none",
     *,
     steps: int,
+    graph: bool | str = "auto",
 ) -> dict[str, Any]:
     """One run, as a row."""
     began = time.perf_counter()
@@ -155,6 +210,7 @@ def measure(
                 fp8=fp8,
                 device="cuda",
                 compile=compiled,
+                cuda_graph=graph,
             ),
         )
     )
@@ -234,11 +290,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("rows.json"))
     parser.add_argument("--table", type=Path)
-    parser.add_argument(
-        "--set", choices=list(SETS), default="fitted", help="later and latest: runs that no constant has seen"
-    )
+    parser.add_argument("--set", choices=list(SETS), default="fitted", help="unseen: runs that no constant has seen")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--graph", action="store_true", help="replay the passes as a CUDA graph in any case")
     args = parser.parse_args()
     if args.table:
         table(args.table)
@@ -250,7 +305,7 @@ def main() -> int:
         if args.only and name_of(*run) not in args.only:
             continue
         try:
-            rows.append(measure(*run, steps=args.steps))
+            rows.append(measure(*run, steps=args.steps, graph=args.graph or "auto"))
             print(name_of(*run), rows[-1]["measured"], flush=True)
         except Exception:  # one run that does not go must not cost the others
             traceback.print_exc()

@@ -113,7 +113,7 @@ def rehearse(
     run = _for_chip(run, device)
     count, _ = microbatches_to_run(run, rank)
     short = with_microbatches(run, count)
-    job = job_of(short)
+    job = replace(job_of(short), imbalance=1.0)  # as tokens are routed here
     say(f"building rank {rank} of {world}, to rehearse {count} of {run.accumulation} microbatches")
     seconds = planned_seconds(short, job) if hold else None
     with collectives(rank, world, seconds) if world > 1 else contextlib.nullcontext():

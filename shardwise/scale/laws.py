@@ -39,6 +39,11 @@ class Law(Protocol):
         """The number of model sizes needed to determine the coefficients, with one to spare."""
         ...
 
+    @property
+    def exponent(self) -> int | None:
+        """Which coefficient is an exponent that few points hardly determine, and published ones are a prior for."""
+        ...
+
     def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
         """Random starting points, for runs whose mean log loss is `level`."""
         ...
@@ -77,6 +82,7 @@ class Chinchilla:
     sentence: str = "E + A/N^alpha + B/D^beta (Hoffmann et al. 2022)"
     size: int = 5
     sizes: int = 4
+    exponent: int | None = None
 
     def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
         terms = _shares(number, level, random)
@@ -108,6 +114,7 @@ class OverTraining:
     sentence: str = "E + A/N^alpha + B/D^alpha, the same exponent twice (Gadre et al. 2024)"
     size: int = 4
     sizes: int = 3
+    exponent: int | None = None
 
     def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
         return np.stack([*_shares(number, level, random), _exponents(number, random)], 1)
@@ -130,6 +137,7 @@ class Kaplan:
     sentence: str = "((Nc/N)^(alpha_N/alpha_D) + Dc/D)^alpha_D (Kaplan et al. 2020)"
     size: int = 4
     sizes: int = 3
+    exponent: int | None = None
 
     def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
         power = random.uniform(0.03, 0.5, number)
@@ -164,6 +172,7 @@ class Power:
     sentence: str = "E + A/N^alpha, at one ratio of tokens to parameters"
     size: int = 3
     sizes: int = 4
+    exponent: int | None = 2
 
     def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
         return np.stack([*_shares(number, level, random, 2), _exponents(number, random)], 1)

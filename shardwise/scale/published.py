@@ -34,6 +34,7 @@ LAWS: dict[str, PublishedLaw] = {
     )
 }  # fmt: skip
 DEFAULT = "besiroglu2024"
+EXPONENTS = [exponent for law in LAWS.values() for exponent in (law.alpha, law.beta)]
 
 
 @dataclass(frozen=True)

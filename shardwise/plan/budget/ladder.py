@@ -15,7 +15,7 @@ from shardwise.run.config import ModelConfig
 from shardwise.scale.points import FLOPS_PER_TOKEN
 from shardwise.scale.published import step_law
 
-SPACING = 1.45
+SPACING = 1.5
 """Ratio of the sizes of two neighbouring rungs."""
 LARGEST = 3.0
 """The target is at least this many times larger than any rung."""

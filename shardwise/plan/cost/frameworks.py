@@ -32,6 +32,9 @@ class Framework:
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 8.0
     """Moments, and a float32 copy of the parameters where they are held in 16 bits."""
+    update_bytes: float = 40.0
+    """Bytes that AdamW reads and writes for each parameter: gradient, master copy and moments in float32, the norm's pass over the
+    gradients, their zeroing, and the parameter written in 16 bits."""
     gather_bytes: float = 2.0
     reduce_bytes: float = 4.0
     """Bytes of a gradient element on the wire."""
@@ -119,9 +122,10 @@ _OWN = Framework(
     attention="flash3",  # what PyTorch prefers: cuDNN's kernels, where there are any
     waits_to_regather=True,
     kernels="eager",
-    rotary_bytes=52.0,  # seven kernels in float32
+    rotary_bytes=88.0,  # seven kernels in float32 that move 52; those that broadcast or join halves take twice as long
     casts_weights=True,
     fully_shard=True,
+    update_bytes=33.0,  # one kernel that moves 28, and the norm; gradients are not zeroed
     loss_bytes=34.0,  # logits cast, normalised, and their gradient cast back
     logit_bytes=12.0,
 )

@@ -38,9 +38,11 @@ RECIPES = {
     "mxfp8": (1.0, 0.0),  # by groups of 32 values, in the tensor cores
     "nvfp4": (1.0, 0.0),
 }
-OWN_RECIPES = {"rowwise": (0.92, 0.0)}
-"""The same of this trainer, where it differs: a row is read once, and its scale is a power of two. The speed is the one that fits
-three runs on an H200 best (`benchmarks/gpu/RESULTS.md`: 4.6B, 2.9B and a rank of 8B, then -1, -6 and +5% off)."""
+OWN_RECIPES = {"rowwise": (0.92, 0.0), "tensorwise": (1.0, 1.0)}
+"""The same of this trainer, where it differs. By rows: a row is read once, and its scale is a power of two; the speed is the one
+that fits three runs on an H200 best (`benchmarks/gpu/RESULTS.md`: 4.6B, 2.9B and a rank of 8B, then -1, -6 and +5% off). By
+tensors: a profile of 8 layers of 2304 on an H200 has 0.95 ms a layer of amax and casts, where reading once and writing twice takes
+0.64."""
 
 
 @dataclass(frozen=True)

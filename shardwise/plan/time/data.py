@@ -12,9 +12,6 @@ from shardwise.plan.time.copies import copy_seconds
 from shardwise.plan.time.handing import mirror_seconds
 from shardwise.plan.trainer.muon import seconds as muon_seconds
 
-OPTIMIZER_BYTES = 40.0
-"""Bytes that AdamW reads and writes for each parameter: gradient, master copy and moments in float32, the norm's pass over the
-gradients, their zeroing, and the parameter written in 16 bits."""
 TENSORS = 8.0
 """Matrices and vectors of a layer, where each is a message of its own."""
 
@@ -76,7 +73,7 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
         scatter = sharded("reduce_scatter", reduced)
     else:
         scatter = sharded("all_to_all", quantized_width(lay.compress_shards, 0.0) * learned)
-    update = memory_seconds(cluster.chip, own * learned * OPTIMIZER_BYTES), *muon_seconds(job, *layers)
+    update = memory_seconds(cluster.chip, own * learned * framework.update_bytes), *muon_seconds(job, *layers)
     every = scatter if framework.reduce_every_microbatch and lay.zero >= 2 else 0.0 * scatter
     once = replicas + scatter - every
     beside = apart, mirrored, *copy_seconds(job, held, messages)
