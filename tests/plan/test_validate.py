@@ -142,7 +142,7 @@ def test_dualpipe_holds_every_stage_twice() -> None:
     assert "every two hold the same" in with_schedule("dualpipe", pp=3).reason
 
 
-@pytest.mark.parametrize(("leave_out", "median", "most"), [(False, 0.025, 0.12), (True, 0.075, 0.26)])
+@pytest.mark.parametrize(("leave_out", "median", "most"), [(False, 0.03, 0.08), (True, 0.075, 0.26)])
 def test_this_trainer_on_one_gpu(leave_out: bool, median: float, most: float) -> None:
     """Its own rows, which the constants have seen or not; memory has none."""
     rows = validate(published("own"), leave_out=leave_out)
@@ -154,22 +154,16 @@ def test_this_trainer_on_one_gpu(leave_out: bool, median: float, most: float) ->
     assert all(row.memory_error is not None and abs(row.memory_error) <= 0.03 for row in rows)
 
 
-@pytest.mark.parametrize("name", ["later", "latest"])
-def test_runs_of_this_trainer_measured_after_the_fit(name: str) -> None:
-    """Twelve runs that no fit has seen, of other shapes, in fp8 and with experts. What long attention loses to the L2 cache, the
-    memory of compiled experts, the activation of others and fp8 by rows were set with these in view
-    (`benchmarks/gpu/RESULTS.md`)."""
-    rows = json.loads((Path(__file__).parents[2] / "benchmarks" / "gpu" / f"own_{name}.json").read_text("utf-8"))
+def test_runs_of_this_trainer_measured_after_the_fit() -> None:
+    """Twelve runs that no fit has seen, of other shapes, in fp8 and with experts (`benchmarks/gpu/RESULTS.md`)."""
+    rows = json.loads((Path(__file__).parents[2] / "benchmarks" / "gpu" / "own_unseen.json").read_text("utf-8"))
     assert len(rows) == 12
     assert not {row["id"] for row in rows} & {row["id"] for row in published("own")}
-    beyond = []
     for row in rows:
         account = plan(own_run(row)).account
         peak = sum(size for owner, size in account.memory.ranks[0].items() if owner != "workspace") / 2**30
         assert peak == pytest.approx(row["measured"]["memory_gib"], rel=0.02), row["id"]
-        if abs(account.step_seconds / row["measured"]["iter_time_s"] - 1) > 0.07:
-            beyond.append(row["id"])
-    assert set(beyond) <= {"own_16x0.3B_s4096_mb4x1_none"}, beyond  # experts that are not compiled
+        assert account.step_seconds == pytest.approx(row["measured"]["iter_time_s"], rel=0.07), row["id"]
 
 
 def test_modules_that_were_recomputed_say_whether_any_were() -> None:

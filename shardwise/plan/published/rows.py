@@ -186,13 +186,6 @@ def program_name(row: Row) -> str:
 
 def framework_of_row(row: Row, layout: LayoutConfig, cluster: Cluster) -> DeclaredFramework:
     """The framework a row was measured with, as the row declares it."""
-    if row["group"].startswith("shardwise"):
-        try:
-            return DeclaredFramework(job_of(own_run(row)).framework)
-        except KeyError as missing:
-            raise Unsupported(f"a row of this trainer without {missing.args[0]}") from None
-        except UserError as problem:
-            raise Unsupported(str(problem)) from None
     p, facts, precision = row["parallel"], dict(row.get("software") or {}), row["precision"] or "bf16"
     facts["assumed"] = tuple(row.get("software_assumed") or ())
     if p.get("async_tp") is not None:
@@ -236,6 +229,8 @@ def _of_row(framework: Framework, row: Row) -> Framework:
 
 def job_of_row(row: Row) -> RowJob:
     """The job of a row; raises `Unsupported`."""
+    if row["group"].startswith("shardwise"):
+        return _own_job(row)
     assumed: list[str] = []
     hardware = row["hardware"]
     if not hardware.get("gpus"):
@@ -281,6 +276,17 @@ def job_of_row(row: Row) -> RowJob:
         fp8=fp8,
     )
     return RowJob(job, tuple(assumed), declared.alternatives, declared.known)
+
+
+def _own_job(row: Row) -> RowJob:
+    """The job of a row measured with this project's trainer: the one that its own run is planned as."""
+    try:
+        declared = DeclaredFramework((job := job_of(own_run(row))).framework)
+    except KeyError as missing:
+        raise Unsupported(f"a row of this trainer without {missing.args[0]}") from None
+    except UserError as problem:
+        raise Unsupported(str(problem)) from None
+    return RowJob(job, (), declared.alternatives, declared.known)
 
 
 OWN_KEYS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "experts_per_token", "expert_ffn",
