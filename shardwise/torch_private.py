@@ -224,16 +224,6 @@ def end_allocating_to_pool(device: int, pool: tuple[int, int]) -> None:
             undo(device, pool)
 
 
-def recover_from_capture(stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
-    """Undo a failed capture: PyTorch is still on its stream, the random generator and the allocator are still in capture mode, and
-    its memory pool is still reserved."""
-    torch.cuda.set_stream(stream)
-    device = stream.device_index
-    generator = torch.cuda.default_generators[device]
-    generator.graphsafe_set_state(generator.clone_state())
-    end_allocating_to_pool(device, pool)
-
-
 # Process groups.
 
 

@@ -1,4 +1,4 @@
-"""The choice of the compute device."""
+"""The choice of the compute device, and recovery after a CUDA graph could not be captured."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import torch
 
 from shardwise.run import UserError
+from shardwise.torch_private import end_allocating_to_pool
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -22,3 +23,13 @@ def choose_device(wanted: str) -> torch.device:
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def recover_from_capture(stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
+    """Undo a failed capture: PyTorch is still on its stream, the random generator and the allocator are still in capture mode, and
+    its memory pool is still reserved."""
+    torch.cuda.set_stream(stream)
+    device = stream.device_index
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())
+    end_allocating_to_pool(device, pool)

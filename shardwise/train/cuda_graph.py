@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from shardwise.data.batches import Batch
+from shardwise.model.device import recover_from_capture
 from shardwise.parallel.objective import Microbatch
 from shardwise.run.derive import replays
-from shardwise.torch_private import recover_from_capture
 from shardwise.train.step import TrainState
 
 WARM_UP = 3

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from shardwise.files import cache_folder
+from shardwise.model.device import recover_from_capture
 from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Multiplication, Shape, library, version
 from shardwise.model.gemm.tuned import Choices, Chosen
-from shardwise.torch_private import recover_from_capture
 
 READ_BYTES = 2**28
 """Bytes of matrices that a timing reads, several times the size of a cache."""
