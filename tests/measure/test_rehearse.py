@@ -54,6 +54,16 @@ def test_copies_that_double_fill_any_length() -> None:
         assert out.tolist() == [float(n % 3) for n in range(length)]
 
 
+def test_tokens_are_routed_evenly_in_the_plan_too() -> None:
+    """A rehearsal routes evenly, so what a run says about uneven experts is not in the time it is compared with."""
+    experts = ("model.experts=4", "model.experts_per_token=2", "layout.shard=2", "layout.expert=2")
+    planned = set()
+    for imbalance in (1.0, 1.5):
+        found = rehearse(small(*experts, f"train.expert_imbalance={imbalance}"), 1, steps=1, warmup=1)
+        planned |= {d.first for d in found.quantities if d.name == "time step"}
+    assert len(planned) == 1
+
+
 @pytest.mark.parametrize(
     "layout",
     [

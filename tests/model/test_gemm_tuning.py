@@ -12,7 +12,7 @@ import torch
 
 from shardwise.model.gemm import fp8, tuned
 from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Shape, is_aligned
-from shardwise.model.gemm.decoding import DecodingGemms
+from shardwise.model.gemm.decoding import DecodingGemms, is_right
 from shardwise.model.gemm.experiment import Experiment
 from shardwise.model.kernels.attention import tiles
 from shardwise.model.layers import Gemm, Linear
@@ -324,3 +324,32 @@ def test_shapes_of_attention_are_kept_for_the_next_process_and_wrong_ones_are_no
         tiles._kept.cache_clear()
         assert tiles.decode_tile(300, 128, device) == tiles.DECODE["many"]
     tiles._kept.cache_clear()
+
+
+class Counterfeit:
+    """A multiplication whose algorithm loses something."""
+
+    def __init__(self, lost: str) -> None:
+        self.lost = lost
+
+    def run(
+        self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor, algorithm: object, base: torch.Tensor | None
+    ) -> None:
+        found = x.float() @ y.float()
+        if self.lost == "a part of the sum":
+            found = x.float()[:, :-16] @ y.float()[:-16]
+        if base is not None and self.lost != "what it adds to":
+            found += base.float()
+        out.copy_(found)
+        if self.lost == "its last row":
+            out[-1] = torch.nan
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("lost", ["", "a part of the sum", "what it adds to", "its last row"])
+def test_algorithms_whose_results_are_wrong_are_not_taken(lost: str, adds: bool) -> None:
+    numbers = torch.Generator().manual_seed(0)
+    x, matrix = (torch.randn(size, generator=numbers).to(BF16) for size in ((4, 64), (32, 64)))
+    algorithm = Algorithm(b"", 64)
+    right = lost == "" or (lost == "what it adds to" and not adds)
+    assert is_right(Counterfeit(lost), algorithm, x, matrix, adds) == right  # type: ignore[arg-type]

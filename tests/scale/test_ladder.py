@@ -12,8 +12,10 @@ from shardwise.cli.main import main
 from shardwise.plan.budget.ladder import make_ladder, rung_of
 from shardwise.plan.cost.flops import parameters
 from shardwise.run import UserError, read_run, run_from_dict, to_toml
+from shardwise.scale import fit as module
 from shardwise.scale.approaches import approaches, lowest_point
 from shardwise.scale.fit import fit
+from shardwise.scale.laws import LAWS as FORMS
 from shardwise.scale.points import make_points
 from shardwise.scale.published import LAWS
 from shardwise.scale.repeat import PUBLISHED, Repeats, effective, fit_repeats
@@ -84,6 +86,24 @@ def test_a_ladder_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "ended at step 3" in capsys.readouterr().err
     assert main(["scale", "ladder", str(path), "--budget", "1e-6", "--out", str(out)]) == 2
     assert "give more" in capsys.readouterr().err
+
+
+def test_published_exponents_help_where_few_runs_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve ladders of five runs whose losses scatter by 0.5%, with exponents about the published ones, not equal to them."""
+    params, target = 1e5 * 1.5 ** np.arange(5), 1e5 * 1.5**4 * 3
+    errors: dict[float, list[float]] = {}
+    for spread in (module.SPREAD, 1e6):
+        monkeypatch.setattr(module, "SPREAD", spread)
+        random = np.random.default_rng(3)
+        for exponent in np.linspace(0.25, 0.4, 12):
+            scale = 1e5**exponent
+            losses = (0.5 + scale * params**-exponent) * np.exp(random.normal(0, 0.005, 5))
+            fitted = fit(make_points(params, 20 * params, losses), forms=("power",), starts=8, resampled=0)
+            at = [np.log([value]) - middle for value, middle in ((target, fitted.x0), (20 * target, fitted.y0))]
+            found = float(np.exp(FORMS["power"].evaluate(fitted.law.theta[None], *at, slope=False)[0][0, 0]))
+            errors.setdefault(spread, []).append(found / (0.5 + scale * target**-exponent) - 1)
+    with_prior, without = (float(np.sqrt(np.mean(np.square(each)))) for each in errors.values())
+    assert with_prior < 0.8 * without
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", 0.0])

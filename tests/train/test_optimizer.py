@@ -10,6 +10,7 @@ import torch
 from interpreted_kernels import Interpreter
 
 from shardwise.run import TrainConfig, run_from_dict
+from shardwise.train.optimizers.onebit_adam import OneBitAdamW
 from shardwise.train.optimizers.optimizer import orthogonalize
 from shardwise.train.optimizers.schedule import learning_rate_factor
 from shardwise.train.step import TrainState
@@ -96,3 +97,17 @@ def test_learning_rate_follows_each_schedule() -> None:
 @pytest.mark.drawn(group="kernels")
 def test_the_kernel_of_adamw_does_what_pytorchs_does(interpreter: Interpreter) -> None:
     interpreter.run(Path(__file__).with_name("adamw_kernels.py"))
+
+
+def test_onebit_adam_moves_no_element_further_than_adam_can() -> None:
+    """A second moment near 0 at the end of the warm-up, as of a rare token: later rounding is divided by it."""
+    weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer = OneBitAdamW([dict(params=[weight], weight_decay=0.0)], lr=0.1, betas=(0.9, 0.95), eps=1e-8, warmup=2)
+    for gradient in ([1.0, 1e-12, 0.0], [1.0, 1e-12, 0.0], [1.0, 0.3, 0.3]):
+        before = weight.detach().clone()
+        weight.grad = torch.tensor(gradient, dtype=torch.float64)
+        optimizer.step()
+    moved = (weight - before).detach().abs()
+    assert moved[0] == pytest.approx(0.1)
+    assert moved[1] == pytest.approx(0.1)  # as far as Adam moves an element whose gradients are all alike
+    assert moved[2] == 0  # it never had a gradient: what comes is rounding
