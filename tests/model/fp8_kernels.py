@@ -36,6 +36,7 @@ def casts(x: Tensor, kind: torch.dtype) -> None:
             plain, turned, got = cast_fused(x, top, kind, True, True)
         same((got, scale), (plain, want), (turned, want.mT.contiguous()))
     assert cast_fused(x, top, kind, False, True)[0].numel() == cast_fused(x, top, kind, True, False)[1].numel() == 0
+    same(*zip(transpose_fused(want, scale), transpose_reference(want, scale), strict=True))
     by_row = cast_rows_reference(x, kind)
     same(*zip(cast_rows_fused(x, kind), by_row, strict=True))
     if x.shape[1] < 9000:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.data.batches import Batch
 from shardwise.model.layers import Linear
 from shardwise.model.quantized.fp8 import GEMMS, Fp8Gemm, use_fp8
+from shardwise.model.quantized.fp8_matrix import Fp8Matrix
 from shardwise.model.quantized.scaled import (
     E4M3,
     E5M2,
@@ -221,20 +222,35 @@ def test_one_input_of_several_matrices_is_quantised_once(scaling: str) -> None:
     assert type(model.head.gemm) is type(Linear.gemm)
 
 
-@pytest.mark.parametrize("scaling", GEMMS)
-@pytest.mark.drawn(group="fp8")
-def test_compiled_it_is_one_graph_that_gives_the_same_and_quantises_once(scaling: str) -> None:
+def counting_backend(graphs: list[Counter[str]]) -> Any:
+    """A compiler that writes down the operations of this project in each graph, forward and backward."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
-
-    graphs: list[Counter[str]] = []
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
         graphs.append(Counter(name.split(".")[1] for name in names if name.startswith("shardwise")))
         return make_boxed_func(graph.forward)
 
-    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    return aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+
+
+@pytest.mark.parametrize("scaling", GEMMS)
+def test_compiled_a_gathered_matrix_is_transposed_in_the_backward_pass(scaling: str) -> None:
+    """A transposed copy that is made in the forward pass is saved until the backward pass, for every microbatch anew."""
+    weight, graphs = numbers(32, 16), list[Counter[str]]()
+    eight, scale = cast_rows(weight, E4M3) if scaling == "rowwise" else cast_reference(weight, amax(weight), E4M3)
+    matrix, x = Fp8Matrix(eight, scale, torch.float32).requires_grad_(), numbers(16, 16).requires_grad_()
+    torch._dynamo.reset()
+    torch.compile(GEMMS[scaling](), backend=counting_backend(graphs))(x, matrix, None).sum().backward()
+    assert [graph["transpose"] for graph in graphs] == [0, 1]
+
+
+@pytest.mark.parametrize("scaling", GEMMS)
+@pytest.mark.drawn(group="fp8")
+def test_compiled_it_is_one_graph_that_gives_the_same_and_quantises_once(scaling: str) -> None:
+    graphs: list[Counter[str]] = []
+    backend = counting_backend(graphs)
     model, tokens = make_model(scaling), torch.randint(0, 64, (4, 33))
     compiled = copy.deepcopy(model)
     torch._dynamo.reset()

@@ -25,6 +25,9 @@ ROW = 8192
 """Elements of a row that are held at once."""
 COLUMNS = 64
 """Columns that a program transposes and rescales."""
+SIDE = 128
+"""Rows and columns of a tile that is only transposed."""
+SIDE_WARPS = 8
 
 
 def top(dtype: torch.dtype) -> int:
@@ -148,6 +151,16 @@ def _transpose(  # type: ignore[no-untyped-def]
         tl.store(out + column[:, None] * ROWS + row[None, :], cast, mask=inside)
 
 
+@triton.jit
+def _swap(x, out, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    across = tl.cdiv(columns, WIDTH)
+    row = (tl.program_id(0) // across * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)
+    column = (tl.program_id(0) % across * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tile = tl.load(x + row[:, None] * columns + column[None, :], mask=inside)
+    tl.store(out + column[:, None] * rows + row[None, :], tl.trans(tile), mask=tl.trans(inside))
+
+
 def amax_fused(x: Tensor) -> Tensor:
     """The largest magnitude in a contiguous tensor, in float32."""
     out = torch.zeros((), dtype=torch.int32, device=x.device)
@@ -216,9 +229,13 @@ def cast_rows_fused(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def transpose_fused(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """`scaled.transpose_reference` in two reads of the fp8 matrix, the second from the cache."""
+    """`scaled.transpose_reference` in two reads of the fp8 matrix, the second from the cache; in one if it has a single scale."""
     rows, columns = x.shape
     out = torch.empty(columns, rows, dtype=x.dtype, device=x.device)
+    if not scale.dim():
+        programs = triton.cdiv(rows, SIDE) * triton.cdiv(columns, SIDE)
+        _swap[(programs,)](x.view(torch.int8), out.view(torch.int8), rows, columns, SIDE, SIDE, num_warps=SIDE_WARPS)
+        return out, scale.clone()
     out_scale = torch.empty(columns, 1, dtype=torch.float32, device=x.device)
     _transpose[(triton.cdiv(columns, COLUMNS),)](
         x, scale, out, out_scale, columns, rows, top(x.dtype), min(COLUMNS, triton.next_power_of_2(rows)), COLUMNS

@@ -149,13 +149,14 @@ def _quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return cast_rows_reference(x, dtype) if torch.compiler.is_compiling() else cast_rows(x, dtype)
 
 
-def _transposed(saved: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """A transposed matrix and its scale: made in the forward pass, or now from a matrix that was all-gathered in fp8."""
+def _transposed(saved: list[Tensor], grad: Tensor) -> tuple[Tensor, Tensor]:
+    """A transposed matrix and its scale: made in the forward pass, or now that there is a gradient, from a matrix that was
+    all-gathered in fp8."""
     if len(saved) == 2:
         return saved[0], saved[1]
     matrix = saved[0]
     assert isinstance(matrix, Fp8Matrix)
-    return transpose(matrix.fp8_data, matrix.scale)
+    return transpose(matrix.fp8_data, matrix.scale, grad)
 
 
 class TensorwiseFp8Gemm(Fp8Gemm):
@@ -175,7 +176,7 @@ class TensorwiseFp8Gemm(Fp8Gemm):
 
     def grad_input(self, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         x_t, x_scale, *w_saved = saved
-        w_t, w_scale = _transposed(w_saved)
+        w_t, w_scale = _transposed(w_saved, grad)
         g8, g_t, g_scale = _quantize(grad, E5M2)
         out = self.multiply_fp8(g8, w_t, (g_scale, w_scale), grad.dtype)
         return out.view(*grad.shape[:-1], -1), (x_t, x_scale, g_t, g_scale)
@@ -201,7 +202,7 @@ class RowwiseFp8Gemm(Fp8Gemm):
 
     def grad_input(self, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         x, *w_saved = saved
-        w_t, w_scale = _transposed(w_saved)
+        w_t, w_scale = _transposed(w_saved, grad)
         g8, g_scale = _quantize_rows(grad, E4M3)
         out = self.multiply_fp8(g8, w_t, (g_scale, w_scale.t()), grad.dtype)
         return out.view(*grad.shape[:-1], -1), (x, grad)

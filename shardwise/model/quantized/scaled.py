@@ -96,9 +96,10 @@ def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("shardwise::transpose", mutates_args=())
-def transpose(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """An fp8 matrix transposed, and rescaled if it has a scale for each row."""
-    if not x.is_cuda or not scale.dim():
+def transpose(x: Tensor, scale: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """An fp8 matrix transposed, and rescaled if it has a scale for each row. `after` is not used: a compiler that would compute
+    this in the forward pass, and save it for the backward pass, has to wait for that tensor."""
+    if not x.is_cuda:
         return transpose_reference(x, scale)
     from shardwise.model.kernels.quantize import transpose_fused
 
@@ -124,7 +125,7 @@ def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @transpose.register_fake
-def _(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, scale: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     return x.new_empty(columns, rows), scale.new_empty((columns, 1) if scale.dim() else ())
 
