@@ -104,12 +104,14 @@ class ExpertParallelMoE(MoE):
             out = out + self.shared(x if self.tensor is None else routed)
         return out, auxiliary
 
-    def run_experts(self, rows: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
+    def run_experts(self, rows: list[Tensor], counts: Tensor, keys: Tensor | None = None) -> Tensor:
         """Run rows sorted by expert through the experts, whichever rank holds them."""
-        return self.experts(rows, counts, keys) if self.group is None else self._exchanged(rows, counts, keys)
+        return super().run_experts(rows, counts, keys) if self.group is None else self._exchanged(rows, counts, keys)
 
     @torch.compiler.disable  # host sync: the counts are read here
-    def _exchanged(self, rows: Tensor, counts: Tensor, keys: Tensor | None) -> Tensor:
+    def _exchanged(self, given: list[Tensor], counts: Tensor, keys: Tensor | None) -> Tensor:
+        # With 8 choices a token these are the largest tensors of a layer: each is freed when the next one is there.
+        rows = given.pop()
         ranks = dist.get_world_size(self.group)
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)
@@ -118,25 +120,26 @@ class ExpertParallelMoE(MoE):
         sent, received = self.experts.read_counts(both, len(rows))
         if sum(sent) < len(rows):  # the remaining rows belong to no expert
             rows, keys = rows[: sum(sent)], None if keys is None else keys[: sum(sent)]
-        arrived = all_to_all(rows, self.group, received, sent)
+        rows = all_to_all(rows, self.group, received, sent)
         if keys is not None:
             keys = all_to_all(keys, self.group, received, sent)
         # Rows arrive by rank and then expert; the experts want them by expert.
         owner = torch.arange(theirs.numel() // ranks, device=rows.device).repeat(ranks)
-        owner = owner.repeat_interleave(theirs, output_size=len(arrived))
-        done = self._by_expert(arrived, owner, theirs.view(ranks, -1).sum(dim=0), keys)
-        return all_to_all(done, self.group, sent, received)
-
-    def _by_expert(self, rows: Tensor, owner: Tensor, counts: Tensor, keys: Tensor | None) -> Tensor:
-        """Run each row through its expert, `counts` rows per expert; results are in the order of the rows."""
+        owner = owner.repeat_interleave(theirs, output_size=len(rows))
+        own = theirs.view(ranks, -1).sum(dim=0)
         if has_fused_kernels(rows):
-            places, counts = sort_by_expert(owner[:, None], len(counts))
+            places, own = sort_by_expert(owner[:, None], len(own))
             keys = None if keys is None else dispatched_keys(keys, places, len(rows))
-            return combine(self.experts(dispatch(rows, places, len(rows)), counts, keys), places)
-        order = owner.argsort(stable=True)
-        done = self.experts(rows.index_select(0, order), counts, None if keys is None else keys[order])
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=rows.device))
-        return done.index_select(0, back)
+            rows = dispatch(rows, places, len(rows))
+            rows = self.experts(rows, own, keys)
+            rows = combine(rows, places)
+        else:
+            order = owner.argsort(stable=True)
+            back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=rows.device))
+            rows = rows.index_select(0, order)
+            rows = self.experts(rows, own, None if keys is None else keys[order])
+            rows = rows.index_select(0, back)
+        return all_to_all(rows, self.group, sent, received)
 
 
 def apply_expert(model: Transformer, mesh: Mesh, expert_tensor: bool, seq_len: int) -> None:

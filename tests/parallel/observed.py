@@ -130,8 +130,8 @@ def note_rows(train_state: TrainState) -> Routed:
     def follow(layer: int, moe: MoE) -> None:
         run_experts, sent = moe.run_experts, [0]
 
-        def noted(rows: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
-            sent[0] = len(rows)
+        def noted(rows: list[Tensor], counts: Tensor, keys: Tensor | None = None) -> Tensor:
+            sent[0] = len(rows[0])
             return run_experts(rows, counts, keys)
 
         def arrived(module: torch.nn.Module, args: tuple[Any, ...]) -> None:

@@ -296,10 +296,10 @@ class MoE(nn.Module):
         if self.router.config.expert_capacity:  # choices of weight 0 go to an expert that does not exist: no row
             chosen = chosen.masked_fill(weights.detach() == 0, experts)
         places, counts = sort_by_expert(chosen, experts)
-        rows = dispatch(x, places, chosen.numel())
         if keys is not None:
-            keys = dispatched_keys(keys, places, len(rows))
-        return combine_weighted(self.run_experts(rows, counts, keys), places, weights)
+            keys = dispatched_keys(keys, places, chosen.numel())
+        done = self.run_experts([dispatch(x, places, chosen.numel())], counts, keys)
+        return combine_weighted(done, places, weights)
 
     def forward_routed_reference(
         self, x: Tensor, weights: Tensor, chosen: Tensor, keys: Tensor | None = None
@@ -314,7 +314,7 @@ class MoE(nn.Module):
         # Copy first, then permute: the gradient is a permutation too, and the sum over copies has a fixed order.
         copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
         keys = None if keys is None else keys[order // k]
-        done = self.run_experts(copies.index_select(0, order), counts, keys)
+        done = self.run_experts([copies.index_select(0, order)], counts, keys)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * k, device=x.device))
         return self.combine(done.index_select(0, back).view(tokens, k, -1), weights)
 
@@ -327,9 +327,10 @@ class MoE(nn.Module):
         counts = counts.scatter_add_(0, flat[accepted], torch.ones_like(accepted))
         copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
         keys = None if keys is None else keys[order // k]
-        done = self.run_experts(copies.index_select(0, order), counts, keys)
+        done = self.run_experts([copies.index_select(0, order)], counts, keys)
         return self.combine(torch.zeros_like(copies).index_copy(0, order, done).view(tokens, k, -1), weights)
 
-    def run_experts(self, rows: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Rows ordered by expert, `counts` of them for each, through those experts; rows beyond the counts belong to none."""
-        return self.experts(rows, counts, keys)
+    def run_experts(self, rows: list[Tensor], counts: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Rows ordered by expert, `counts` of them for each, through those experts; rows beyond the counts belong to none.
+        They come in a list of one tensor, which may be emptied, so that no caller keeps rows alive that another rank has."""
+        return self.experts(rows[0], counts, keys)
