@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.random import default_rng
 
+from shardwise.plan.time.step import play
 from shardwise.plan.time.waves import Waves
+from shardwise.run import LayoutConfig
 from shardwise.run.axes import BIDIRECTIONAL
 from shardwise.schedules import SCHEDULES, Action, Cost, Deadlock, Schedule, make_schedule, time
 
@@ -28,3 +31,21 @@ def test_lists_that_wait_for_each_other_are_named() -> None:
     lists = ((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0)))
     with pytest.raises(Deadlock, match=r"rank 0 waits before B0\.0; rank 1 waits before F1\.0"):
         Waves(Schedule("wrong", lists, (0, 1), 1))
+
+
+@pytest.mark.parametrize(
+    "name", ["1f1b", "interleaved", "breadth-first", "zb-h1", "zb-2p", "zb-v", "dualpipe-v", "dualpipe"]
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_long_schedule_of_unequal_stages_takes_what_its_busiest_rank_does(name: str, ranks: int) -> None:
+    """It is played in part and extrapolated. In the part, ranks with less to do may still be those that others wait for."""
+    microbatches, random = 20 * ranks, default_rng(5)
+    chunks = 2 if name in ("interleaved", "breadth-first", "zb-v", "dualpipe-v") else 1
+    schedule = make_schedule(name, ranks, microbatches, None if name == "dualpipe" else chunks)
+    layout = LayoutConfig(pipeline=ranks, schedule=name, chunks=chunks)  # type: ignore[arg-type]
+    for _ in range(6):
+        unequal = random.choice([1.0, 1.2], schedule.stages)
+        passes = [[each * seconds for each in unequal] for seconds in (1.0, *random.uniform(0.6, 1.6, 2))]
+        cost = Cost(*passes)
+        whole = time(schedule, cost, 0.02).makespan
+        assert play(layout, [microbatches], [cost], [0.02]) == pytest.approx([whole], rel=0.015)

@@ -93,10 +93,12 @@ def _by_rounds(pipeline: int, microbatches: Array) -> list[tuple[tuple[int, int]
 def _makespans(one: _Costed, schedule: str, pipeline: int, chunks: int, count: int, fewer: int) -> Array:
     if pipeline == 1:
         return one.microbatches * one.stages.sum(axis=(0, 1))
-    spans = waves_of(schedule, pipeline, count, chunks).spans(one.stages, one.wire)
+    waves = waves_of(schedule, pipeline, count, chunks)
+    spans = waves.spans(one.stages, one.wire)
     if fewer:
         before = waves_of(schedule, pipeline, count - fewer, chunks).spans(one.stages, one.wire)
-        spans = spans + (spans - before) / fewer * (one.microbatches - count)
+        more = waves.further(one.stages.sum(axis=0), spans - before, fewer)
+        spans = spans + more * (one.microbatches - count)
     return spans
 
 

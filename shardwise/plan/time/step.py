@@ -199,12 +199,15 @@ def play(
         schedule = cached_schedule(name, ranks, number, chunks)
         return np.array([time(schedule, *each).makespan for each in zip(costs, wires, handings, strict=True)])
 
+    def further(more: np.ndarray, few: int) -> np.ndarray:
+        passes = [np.sum([c.forward, c.backward_input, c.backward_weight], axis=0) for c in costs]
+        return waves_of(name, ranks, count, chunks).further(np.array(passes).T, more, few)
+
     if layout.asynchronous:  # steps overlap: a step takes what its microbatches add to a long schedule
-        return ((played(4 * ranks) - played(3 * ranks)) / ranks * np.array(microbatches)).tolist()
+        return (further(played(4 * ranks) - played(3 * ranks), ranks) * np.array(microbatches)).tolist()
     spans = played(count)
     if fewer:
-        before = played(count - fewer)
-        spans += (spans - before) / fewer * (np.array(microbatches) - count)
+        spans += further(spans - played(count - fewer), fewer) * (np.array(microbatches) - count)
     return spans.tolist()
 
 

@@ -9,6 +9,7 @@ two are equal to the last bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain, pairwise
 
 import numpy as np
@@ -65,6 +66,21 @@ class Waves:
         cuts = np.cumsum(np.bincount(wave)).tolist()
         slices = [slice(a, b) for a, b in pairwise([0, *cuts])]
         self.waves = [(pairs[:, here], apart[:, here], here) for here in slices]
+
+    @cached_property
+    def _homes(self) -> np.ndarray:
+        """[rank, stage]: 1 where the rank holds the stage; a half where half of the microbatches go in each direction."""
+        schedule = self.schedule
+        homes = np.zeros((len(schedule.ranks), schedule.stages))
+        homes[schedule.placement, np.arange(schedule.stages)] = 1 / schedule.directions
+        return homes
+
+    def further(self, lengths: np.ndarray, more: np.ndarray, microbatches: int) -> np.ndarray:
+        """Seconds that each further microbatch adds to a long schedule, by those that the last `microbatches` added: at least what
+        the busiest rank has to do for one. In a short schedule of unequal stages, others may wait for another rank than the
+        busiest. `lengths` are seconds of a stage's passes, [stage, layout]."""
+        busiest: np.ndarray = (self._homes @ lengths).max(axis=0)
+        return np.maximum(more / microbatches, busiest)
 
     def makespans(self, costs: Sequence[Cost], latencies: Sequence[float]) -> np.ndarray:
         """Seconds from the first start to the last end under each of the costs; transfers between ranks take `latencies`."""
