@@ -56,9 +56,15 @@ def standing_casts(job: Job, recompute: str) -> float:
 
 def gathered_layers(job: Job) -> Number:
     """ZeRO-3: bytes of the layers gathered at one time, and of the unsharded gradient of the layer that is ending."""
-    framework, held = job.framework, layer_parameters(job, routed=bool(job.model.experts))
-    bytes_each = framework.gather_bytes * (1 + job.layout.prefetch) + framework.reduce_bytes * job.learned
-    return (held.dense + held.experts) * bytes_each * (job.zero_ranks > 1)
+    held = layer_parameters(job, routed=bool(job.model.experts))
+    gathered = (held.dense + held.experts) * job.framework.gather_bytes * (1 + job.layout.prefetch)
+    return gathered * (job.zero_ranks > 1) + reduced_layer(job)
+
+
+def reduced_layer(job: Job) -> Number:
+    """ZeRO-2 and 3: bytes of the unsharded gradient of the layer that is ending, as it is reduced."""
+    held = layer_parameters(job, routed=bool(job.model.experts))
+    return (held.dense + held.experts) * job.framework.reduce_bytes * job.learned * (job.zero_ranks > 1)
 
 
 def buffers(job: Job) -> Number:

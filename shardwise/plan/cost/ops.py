@@ -210,6 +210,10 @@ class OpList(list[Op]):
             each = job.width * (1.0 + self._recipe[1]) + 2
             sizes = rows * inner * each, rows * columns * each
             self.elementwise(f"{name} to 8 bits", part, *sizes)
+            if framework.family == "shardwise":  # a weight that was gathered in fp8 is transposed for its backward pass
+                self.elementwise(
+                    f"{name} transposed", part, 0.0, 2.0 * numel * (1.0 - alone), launches=(0.0, 1.0 - alone)
+                )
 
     def _weight_pass(self, name: str, part: str, size: Number, *, forward: bool) -> None:
         """Bytes moved for a weight's gradient, and where `forward` for the weight too."""

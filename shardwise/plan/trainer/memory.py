@@ -13,7 +13,16 @@ from typing import NamedTuple
 from shardwise.ledger import Memory
 from shardwise.plan.cost.host import IN_FLIGHT
 from shardwise.plan.cost.job import Job, job_of
-from shardwise.plan.cost.memory import OWNERS, buffers, gathered_layers, layer_activations, memory, moving, workspace
+from shardwise.plan.cost.memory import (
+    OWNERS,
+    buffers,
+    gathered_layers,
+    layer_activations,
+    memory,
+    moving,
+    reduced_layer,
+    workspace,
+)  # fmt: skip
 from shardwise.plan.trainer import muon, state
 from shardwise.plan.trainer.rank import PlannedRank, planned_rank
 from shardwise.plan.trainer.saved import Saved
@@ -52,10 +61,13 @@ class _Ranks:
     def __init__(self, run: Run, job: Job) -> None:
         self.run, self.job = run, job
         self.capacity = float(job.cluster.chip.memory) * (1.0 - job.headroom)
-        # The estimate provides what these formulas do not cover: the layers that ZeRO-3 gathers, and the buffers.
+        # The estimate provides what these formulas do not cover: the layers that ZeRO-3 gathers, and the buffers. In a pipeline
+        # memory peaks in a backward pass, while ZeRO-2 reduces a layer's gradient.
+        lay = run.layout
+        reduces = lay.zero == 2 and lay.pipeline > 1 and not lay.gathers_each_pass
         self.estimated = dict.fromkeys(OWNERS, 0.0) | {
             "gathered": float(gathered_layers(job)),
-            "buffers": float(buffers(job)),
+            "buffers": float(buffers(job)) + reduces * float(reduced_layer(job)),
         }
         self.known: dict[tuple[object, ...], _Alike] = {}
 

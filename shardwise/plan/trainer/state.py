@@ -353,7 +353,7 @@ def _add_up_deferred(planned: PlannedRank) -> frozenset[int]:
 
 def compiled_away(run: Run, rank: int) -> float:
     """Share of the saved activations that a compiled layer does not save: it recomputes the gate's activation function from the
-    gate, in experts as in dense layers."""
+    gate, in experts as in dense layers. Experts that other ranks send rows to are not compiled."""
     planned = planned_rank(run, rank)
     if not run.model.gated:
         return 0.0
@@ -362,6 +362,7 @@ def compiled_away(run: Run, rank: int) -> float:
     dense = kept.count(False) * planned.tokens * m.ffn // lay.tensor
     width = m.expert_ffn // (lay.tensor if lay.expert_tensor else 1)
     tokens = planned.local_tokens * (lay.tensor if lay.expert_tensor else 1)
-    routed = tokens * m.experts_per_token * width + planned.tokens * m.shared_experts * m.expert_ffn // lay.tensor
+    routed = tokens * m.experts_per_token * width * (lay.expert == 1)
+    routed += planned.tokens * m.shared_experts * m.expert_ffn // lay.tensor
     away = (dense + kept.count(True) * routed) * planned.width
     return away / max(1, sum(stage.whole for stage in _saved(planned).values()))
