@@ -1,7 +1,8 @@
 """The layouts of a space that fit, the best first; and the Pareto front of step time and memory.
 
-Candidates are simulated in the order of the least time that their screened figure allows. A layout is yielded once no unsimulated
-candidate may be faster, so the order is that of the plans. Memory is counted to the byte only for layouts that get this far.
+Candidates are simulated in the order of the least time that their screened figure allows. The best layout is yielded once no
+unsimulated candidate may be faster, so it is the best plan. The others are yielded once that is unlikely (`LEAST_TIME_OF_REST`), so
+that half of the candidates need not be simulated. Memory is counted to the byte only for layouts that get this far.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from shardwise.plan.search.pool import (
     LEAST_MEMORY_OF_MANY,
     LEAST_TIME,
     LEAST_TIME_OF_FEW,
+    LEAST_TIME_OF_REST,
     PLAY_ALL,
     POOL,
     SLOWER,
@@ -84,6 +86,8 @@ class Fitting:
     keep: int
     played: dict[Candidate, float] = field(default_factory=dict)
     """Step seconds of all simulated candidates."""
+    has_best: bool = False
+    """Whether a layout that fits was found, the best of this space."""
     too_full: int = 0
     """Layouts that would fit, but leave no room for the engine that generates a run's rollouts."""
     _known: dict[Candidate, FittingLayout | None] = field(default_factory=dict)
@@ -97,6 +101,7 @@ class Fitting:
             fits = [one for _, candidate in same if (one := self.fits(candidate)) is not None]
             yield from sorted(fits, key=lambda one: one.memory.peak)
             found |= {one.candidate for one in fits}
+            self.has_best |= bool(fits)
             if not found and self.too_full >= TOO_FULL:  # then those with the least memory tell if any has room
                 break
         if not found:
@@ -106,7 +111,7 @@ class Fitting:
             yield from sorted(fits, key=lambda one: (one.seconds, one.memory.peak))
 
     def _in_order(self) -> Iterator[Timed]:
-        """Candidates in the order of their simulated step seconds."""
+        """Candidates in the order of their simulated step seconds; behind the best one nearly so."""
         waiting: list[Timed] = []
         told: set[Candidate] = set()
         for candidates, certain in self._pools():
@@ -117,18 +122,25 @@ class Fitting:
                 at += len(few)
                 waiting = sorted([*waiting, *self._play(few)], key=lambda one: one[0])
                 next_one = min(fresh[at].seconds if at < len(fresh) else math.inf, candidates.complete)
-                early = [one for one in waiting if one[0] <= next_one * certain or next_one == math.inf]
-                yield from (one for one in early if one[1] not in told)
-                told |= {one[1] for one in early}
-                waiting = waiting[len(early) :]
+                while waiting and (next_one == math.inf or waiting[0][0] <= next_one * self._share(certain)):
+                    seconds, one = waiting.pop(0)
+                    if one not in told:
+                        told.add(one)
+                        yield seconds, one
                 if at >= len(fresh):
                     break
         yield from waiting
 
-    def least(self) -> float:
-        """A lower bound on the step seconds of the space, from screening alone: known before any simulation."""
+    def _share(self, certain: float) -> float:
+        """The least share of its screened time that a candidate may take, given that for the best."""
+        return max(certain, LEAST_TIME_OF_REST) if certain and self.has_best else certain
+
+    def least(self, has_best: bool = False) -> float:
+        """A lower bound on the step seconds of the space, from screening alone: known before any simulation. Where another space
+        has the best layout already, a likely one."""
         candidates, certain = self._first_pool
-        return certain * min(candidates.found[0].seconds, candidates.complete) if candidates.found else 0.0
+        self.has_best |= has_best
+        return self._share(certain) * min(candidates.found[0].seconds, candidates.complete) if candidates.found else 0.0
 
     @cached_property
     def _first_pool(self) -> tuple[Candidates, float]:

@@ -201,10 +201,15 @@ def _merged(several: Sequence[Fitting]) -> Iterator[FittingLayout]:
         (rounded_seconds(fitting.least() * fitting.space.devices), 0.0, n, None) for n, fitting in enumerate(several)
     ]
     heapq.heapify(waiting)
+    has_best = False
     while waiting:
-        _, _, n, one = heapq.heappop(waiting)
+        worth, _, n, one = heapq.heappop(waiting)
         if one is not None:
+            has_best = True
             yield one
+        elif has_best and worth < (later := rounded_seconds(several[n].least(has_best) * several[n].space.devices)):
+            heapq.heappush(waiting, (later, 0.0, n, None))
+            continue
         following = next(streams[n], None)
         if following is not None:
             heapq.heappush(waiting, (*_worth(following), n, following))
