@@ -7,7 +7,7 @@ held-out sequences behind the last step, its ratio to the uncompressed run's of 
 times fewer bytes the plan says that a rank sends to other replicas. `none, again` is the uncompressed run in another order of
 addition: what it differs by is the noise of the measure.
 
-    python benchmarks/compression.py [--steps 1500] [--replicas 4] [--seeds 0 1 2] [--methods none int8] [--at-once 4]
+    python benchmarks/compression.py [--steps 1500] [--batch 32] [--replicas 4] [--seeds 0 1 2] [--methods none int8] [--at-once 4]
         [--within 500] [--out FILE] [--json FILE] [--svg FILE]
 
 `--at-once 4 --within 400` needs 16 cores and begins nothing after 400 seconds, in the order of the seeds. The same command again
@@ -68,15 +68,16 @@ SHARDED = ("ZeRO++", "none, again")
 """Methods whose ranks are shards instead of replicas."""
 
 
-def make_run(method: str, seed: int, steps: int, replicas: int) -> Run:
+def make_run(method: str, seed: int, options: argparse.Namespace) -> Run:
     """The run of a method."""
+    steps, replicas = options.steps, options.replicas
     layout = dict(METHODS[method][0])
     memory = {name: layout.pop(name) for name in ("activation_bits",) if name in layout}
     if "compress_warmup" in layout:
         layout = layout | dict(compress_warmup=int(layout["compress_warmup"] * steps))
     train = dict(
         steps=steps,
-        global_batch=32,
+        global_batch=options.batch,
         seq_len=128,
         lr=3e-3,
         schedule="cosine",
@@ -105,7 +106,7 @@ def work(rank: int, options: argparse.Namespace, group: int, folder: str, out: s
         dist.broadcast(late, 0)
         if late:
             break
-        run = make_run(method, seed, options.steps, options.replicas)
+        run = make_run(method, seed, options)
         source, train_state = TokenSource(run), TrainState(run)
         source.attach(train_state, print, lambda count: None)
         start = time.time()
@@ -127,7 +128,7 @@ def sent(run: Run) -> float:
 
 def fewer(method: str, options: argparse.Namespace) -> float:
     """How many times less that is than without the method, on the same axis."""
-    run = make_run(method, 0, options.steps, options.replicas)
+    run = make_run(method, 0, options)
     axes = {axis: getattr(run.layout, axis) for axis in ("replicate", "shard")}
     return sent(replace(run, layout=LayoutConfig(**axes))) / sent(run) if options.replicas > 1 else 1.0
 
@@ -135,6 +136,7 @@ def fewer(method: str, options: argparse.Namespace) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch", type=int, default=32, help="sequences of a step")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
@@ -190,14 +192,14 @@ def show(records: list[dict[str, Any]], options: argparse.Namespace) -> None:
         table.append(found | dict(fewer_bytes=times, seconds=seconds[method]))
         print(f"{method:28} {mean:8.4f} {shown:>28} {ratio:7.4f} {bound:6.3f} {times:12.1f} {seconds[method]:5.0f}")
     if options.json:
-        settings = {key: getattr(options, key) for key in ("steps", "replicas", "seeds")}
+        settings = {key: getattr(options, key) for key in ("steps", "batch", "replicas", "seeds")}
         Path(options.json).write_text(json.dumps(dict(settings=settings, methods=table), indent=1))
     if options.svg:
         hues = list(AXIS.values())
         drawn = [
             Series(name, [place], hues[n % len(hues)], joined=False) for n, (name, place) in enumerate(places.items())
         ]
-        title = f"{options.replicas} replicas, {options.steps} steps"
+        title = f"{options.replicas} replicas, {options.steps} steps of {options.batch} sequences"
         Path(options.svg).write_text(svg([Plot(title, "times fewer bytes", "loss over that without", drawn)]))
 
 

@@ -25,8 +25,8 @@ LEFT_OUT, SCATTER = 5.0, 0.005
 `SCATTER` of the loss, about the difference between two seeds of a small model."""
 EXPONENT, SPREAD = float(np.mean(EXPONENTS)), 3 * float(np.std(EXPONENTS))
 """What an exponent is before anything is seen, and its standard deviation: that of the published ones, and three times theirs. From
-five runs that scatter by `SCATTER`, the loss at three times the size is predicted with a root mean square error of 2%, and of 3% without
-it, if the true exponent is between 0.25 and 0.4; beyond, the prior gains little."""
+five runs that scatter by `SCATTER`, the loss at three times the size is predicted with a root mean square error of 2%, and of 3%
+without it, if the true exponent is between 0.25 and 0.4; beyond, the prior gains little."""
 LEVEL = 0.9
 _AGREE = 1e-6
 _HELD_OUT = 0.3
