@@ -93,6 +93,22 @@ PLANNED: dict[str, tuple[str, int]] = {
         "train.global_batch=32 train.microbatch=1 train.seq_len=8192",
         3,
     ),
+    "neox-zb": (
+        "model.preset=gpt-neox-20b layout.tensor=4 layout.pipeline=4 layout.shard=8 layout.zero=1 layout.schedule=zb-h1 "
+        "train.global_batch=256 train.microbatch=2 train.seq_len=2048",
+        40,
+    ),
+    "8x7b-zero3": (
+        "model.preset=mixtral-8x7b layout.shard=64 layout.expert=8 layout.recompute=full train.global_batch=128 "
+        "train.microbatch=1 train.seq_len=8192",
+        11,
+    ),
+    "70b-rowwise": (
+        "model.preset=llama3-70b model.max_positions=32768 layout.tensor=4 layout.context=4 layout.context_method=ulysses "
+        "layout.pipeline=8 layout.shard=4 layout.zero=2 layout.recompute=full train.fp8=rowwise train.global_batch=32 "
+        "train.microbatch=1 train.seq_len=32768",
+        130,
+    ),
 }
 """Jobs of 8B to 671B parameters on every axis, on 16 to 16,384 ranks, and a rank of each."""
 COMMON = "train.dtype=bfloat16 cluster.chip=h200 train.device=cuda"
