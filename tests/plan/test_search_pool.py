@@ -32,7 +32,8 @@ def test_the_bound_is_below_every_layout(model: dict[str, Any]) -> None:
     for space in spaces(model):
         for group in space.groups:
             for one in group.screen(group.schedules, group.rows()):
-                least = group.least_seconds(one.schedule, one.chunks, group.at(one.rows))
+                at = group.at(one.rows)
+                least = group.least_seconds(one.schedule, one.chunks, at.microbatches, *group.mean_rank(at))
                 assert (one.seconds >= least * (1 - 1e-12)).all(), (group.pipeline, one.schedule, one.chunks)
 
 

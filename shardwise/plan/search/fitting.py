@@ -27,6 +27,7 @@ from shardwise.plan.search.pool import (
     LEAST_TIME,
     LEAST_TIME_OF_FEW,
     LEAST_TIME_OF_REST,
+    LEAST_TIME_OF_SPLIT,
     PLAY_ALL,
     POOL,
     SLOWER,
@@ -42,6 +43,7 @@ from shardwise.plan.search.tables import split_key
 from shardwise.plan.serving.rollouts import rollouts_fit
 from shardwise.plan.trainer.memory import memory_that_fits
 from shardwise.run import Run
+from shardwise.run.axes import SPLIT_BACKWARD
 
 LEANER = 0.97
 """A layout that needs more than this share of a faster layout's memory is not a point of the Pareto front."""
@@ -131,8 +133,14 @@ class Fitting:
                     break
         yield from waiting
 
+    @property
+    def _certain(self) -> float:
+        """The least share of its screened time that a candidate of a large space may take."""
+        split = all(name in SPLIT_BACKWARD for each in self.space.schedules.values() for name, _ in each)
+        return LEAST_TIME_OF_SPLIT if split else LEAST_TIME
+
     def _share(self, certain: float) -> float:
-        """The least share of its screened time that a candidate may take, given that for the best."""
+        """The same behind the best layout."""
         return max(certain, LEAST_TIME_OF_REST) if certain and self.has_best else certain
 
     def least(self, has_best: bool = False) -> float:
@@ -146,7 +154,7 @@ class Fitting:
     def _first_pool(self) -> tuple[Candidates, float]:
         if self.space.count <= PLAY_ALL:
             return all_candidates(self.space, self.space.capacity / LEAST_MEMORY), 0.0
-        return self._fastest(max(POOL, 4 * self.keep)), LEAST_TIME
+        return self._fastest(max(POOL, 4 * self.keep)), self._certain
 
     def _fastest(self, most: int) -> Candidates:
         """The `most` fastest candidates of a large space, and all others that are no slower."""
@@ -161,10 +169,10 @@ class Fitting:
         if space.count <= PLAY_ALL:
             return
         most = max(POOL, 4 * self.keep)
-        yield self._fastest(8 * most), LEAST_TIME
+        yield self._fastest(8 * most), self._certain
         for share in MEMORY_LIMITS:
             pool = screen_all(space, most, share * capacity)
-            yield pool, LEAST_TIME
+            yield pool, self._certain
 
     def _play(self, candidates: Sequence[Candidate]) -> list[Timed]:
         fresh = [one for one in candidates if one not in self.played]
@@ -218,7 +226,7 @@ class Fitting:
         capacity, words = self.space.capacity, self.space.choices.recompute
         if "full" not in words or "none" not in words:
             return
-        longest = seconds / (LEAST_TIME if self.space.count > PLAY_ALL else LEAST_TIME_OF_FEW)
+        longest = seconds / (self._certain if self.space.count > PLAY_ALL else LEAST_TIME_OF_FEW)
         for group in self.space.groups:
             size = group.shape[1] * group.shape[2]
             saves, full = (np.arange(size) + words.index(word) * size for word in ("none", "full"))

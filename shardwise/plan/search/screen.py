@@ -227,13 +227,13 @@ class Group:
 
     def screen(self, wanted: list[tuple[str, int]], rows: Array, limit: Limit | None = None) -> Iterator[Screened]:
         """Screens rows under some schedules, without those certainly beyond the limit. Illegal layouts take infinite seconds."""
-        every = self.at(rows)
-        mean = self._mean_rank(every) if limit is not None else ()
+        every = self._all[0].some(rows)
+        mean = self._all[1][..., rows] if limit is not None else ()
         for _, same in groupby(sorted(wanted, key=self._key), key=self._key):
             names = list(same)
             split, at, there = self.space.split(self.pipeline, *names[0]), every, rows
             if limit is not None:
-                least = np.array([self._least(*name, every.microbatches, *mean) for name in names])
+                least = np.array([self.least_seconds(*name, every.microbatches, *mean) for name in names])
                 quick = np.flatnonzero(least.min(axis=0) <= limit.seconds)
                 if not len(quick):
                     continue
@@ -252,23 +252,25 @@ class Group:
                         seconds[~self.legal[:, part.column]] = np.inf
                         yield Screened(schedule, chunks, there[few], seconds, need[few])
 
-    def least_seconds(self, schedule: str, chunks: int, at: TableRows) -> Array:
-        """A lower bound on the step seconds of these rows under a schedule and any method: the work of a mean rank, and the known
-        part of the bubble."""
-        return self._least(schedule, chunks, at.microbatches, *self._mean_rank(at))
+    @cached_property
+    def _all(self) -> tuple[TableRows, Array]:
+        """All rows, and their least seconds on a mean rank."""
+        at = self.at(self.rows())
+        return at, self.mean_rank(at)
 
-    def _mean_rank(self, at: TableRows) -> Array:
+    def mean_rank(self, at: TableRows) -> Array:
         """Least seconds of a microbatch on a mean rank of these rows: of its forward, and of all passes."""
         return np.take(self.space.least[self.expert_tensor], at.layer, axis=-1) / self.pipeline
 
-    def _least(self, schedule: str, chunks: int, microbatches: Array, forward: Array, work: Array) -> Array:
+    def least_seconds(self, schedule: str, chunks: int, microbatches: Array, forward: Array, work: Array) -> Array:
+        """A lower bound on the step seconds under a schedule and any method, by the seconds of a mean rank: its work, and the known
+        part of the bubble."""
         return self.space.slower * least_makespan(schedule, self.pipeline, chunks, microbatches, work, forward)
 
     @cached_property
     def promises(self) -> float:
         """A lower bound on the step seconds of the group's layouts under its first schedule."""
-        at = self.at(self.rows())
-        return min(float(self.least_seconds(*schedule, at).min()) for schedule in self.schedules[:1])
+        return float(self.least_seconds(*self.schedules[0], self._all[0].microbatches, *self._all[1]).min())
 
     def leanest(self) -> tuple[float, LayoutIndex]:
         """The least memory of any layout, and the index of that layout."""
