@@ -155,11 +155,13 @@ def attend_block_backward(
 KERNELS: Kernels = (attend_block, attend_block_backward)
 
 
-def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention over two disjoint sets of keys into attention over both (online softmax, Milakov & Gimelshein 2018)."""
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Merge attention over more keys into that over others (online softmax, Milakov & Gimelshein 2018). In place: outputs are in
+    float32, and each copy of one is a pass over the largest tensor here."""
     total = torch.logaddexp(lse, more_lse)
     base = total.masked_fill(total == float("-inf"), 0)
-    return out * (lse - base).exp()[..., None] + more * (more_lse - base).exp()[..., None], total
+    out.mul_((lse - base).exp()[..., None]).addcmul_(more, (more_lse - base).exp()[..., None])
+    lse.copy_(total)
 
 
 def row_sums(grad: Tensor, out: Tensor) -> Tensor:
@@ -188,7 +190,10 @@ class Blockwise(torch.autograd.Function):
         for rows, columns, mask in parts():
             block = kernels[0](queries[:, :, rows], keys[:, :, columns], values[:, :, columns], scale, mask)
             place = (rows.start, rows.stop)
-            found[place] = merge(*found[place], *block) if place in found else block
+            if place in found:
+                merge(*found[place], *block)
+            else:
+                found[place] = block
         ordered = [found[place] for place in sorted(found)]
         out = torch.cat([one.to(q.dtype) for one, _ in ordered], dim=2)
         lse = torch.cat([one for _, one in ordered], dim=2)

@@ -136,7 +136,7 @@ class _RingAttentionFunction(torch.autograd.Function):
             )
             block = kernels[0](queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs], scale, seen)
             if step:
-                out[:, :, mine], lse[:, :, mine] = merge(out[:, :, mine], lse[:, :, mine], *block)
+                merge(out[:, :, mine], lse[:, :, mine], *block)
             else:  # this rank's own keys, which all of its queries see
                 out, lse = at_least_float32(block[0]), block[1]
             if step < ring.ranks - 1:

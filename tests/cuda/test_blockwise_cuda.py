@@ -32,7 +32,7 @@ def ring(rank: int, ranks: int, q: Tensor, k: Tensor, v: Tensor, mask: ContextMa
         keys, values = (x[:, places[owner]][:, theirs].transpose(1, 2) for x in (k, v))
         block = attend_block(queries[:, :, mine], keys, values, SCALE, seen)
         if step:
-            out[:, :, mine], lse[:, :, mine] = merge(out[:, :, mine], lse[:, :, mine], *block)
+            merge(out[:, :, mine], lse[:, :, mine], *block)
         else:
             out, lse = block[0].float(), block[1]
     return out.to(q.dtype).transpose(1, 2)

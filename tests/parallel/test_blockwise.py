@@ -63,7 +63,7 @@ def round_the_ring(rank: int, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask
         keys, values = (x[:, places[owner]][:, theirs].transpose(1, 2) for x in (k, v))
         block = attend_block(queries[:, :, mine], keys, values, SCALE, seen)
         if step:
-            out[:, :, mine], lse[:, :, mine] = merge(out[:, :, mine], lse[:, :, mine], *block)
+            merge(out[:, :, mine], lse[:, :, mine], *block)
         else:
             out, lse = block[0].to(torch.promote_types(q.dtype, torch.float32)), block[1]
     return out.to(q.dtype).transpose(1, 2)

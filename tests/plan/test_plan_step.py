@@ -73,8 +73,9 @@ def test_attention_takes_the_kernel_that_the_trainer_takes() -> None:
         run = replace(run, cluster=replace(run.cluster, chip=chip))
         return sum(float(sum(op.seconds)) for op in layer(job_of(run), routed=False) if op.core)
 
-    for chip in ("h200", "a100-sxm-80g"):
-        assert seconds(chip=chip) == pytest.approx(seconds("ulysses", chip=chip), rel=0.05)
+    # Blocks are merged in float32; their kernel is slower than cuDNN's, which is for Hopper and later.
+    ampere, hopper = (seconds(chip=chip) / seconds("ulysses", chip=chip) for chip in ("a100-sxm-80g", "h200"))
+    assert 1.1 < ampere < hopper < 1.4
     # A window that hides one position costs what a causal mask does, but for the kernel.
     assert seconds("ulysses", sliding_window=8191) > 1.2 * seconds("ulysses")
 

@@ -56,9 +56,13 @@ def standing_casts(job: Job, recompute: str) -> float:
 
 def gathered_layers(job: Job) -> Number:
     """ZeRO-3: bytes of the layers gathered at one time, and of the unsharded gradient of the layer that is ending."""
+    return (1 + job.layout.prefetch) * gathered_layer(job) + reduced_layer(job)
+
+
+def gathered_layer(job: Job) -> Number:
+    """Bytes of one of them. The buffer of the last all-gather stays, also where no layer is at work."""
     held = layer_parameters(job, routed=bool(job.model.experts))
-    gathered = (held.dense + held.experts) * job.framework.gather_bytes * (1 + job.layout.prefetch)
-    return gathered * (job.zero_ranks > 1) + reduced_layer(job)
+    return (held.dense + held.experts) * job.framework.gather_bytes * (job.zero_ranks > 1)
 
 
 def reduced_layer(job: Job) -> Number:

@@ -18,8 +18,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardwise.hardware import Collective, alignment, attention_seconds, collective_seconds, gemm_seconds
-from shardwise.plan.cost.flops import keys_seen
+from shardwise.hardware import Collective
+from shardwise.plan.cost.attention import attention_core, context_traffic
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import ByPass, Op, OpList, regroups_tensor, span
 from shardwise.run.saved_tensors import GROUP, quantized_bytes, quantized_tensors
@@ -100,67 +100,6 @@ def _residual(ops: OpList, part: str, *, early_stop: bool = False) -> None:
     ops.elementwise("residual", part, *moved, saved=mask, early_stop=early_stop)
 
 
-def _attention_core(ops: OpList, heads: Number, kv_heads: Number, head_dim: int, v_dim: int) -> None:
-    """Scores, softmax and values: in one fused kernel, or in three steps that write the full score matrix."""
-    job = ops.job
-    chip, framework = job.cluster.chip, job.framework
-    length, batch, width = job.seq_len, job.microbatch, job.width
-    queries = length / job.layout.context
-    inputs = batch * queries * (heads * head_dim + kv_heads * (head_dim + v_dim)) * width
-    if framework.attention == "unfused":
-        full = 2.0 * batch * heads * queries * length
-        for name, columns, inner in (("scores", length, head_dim), ("values", v_dim, length)):
-            one = gemm_seconds(chip, queries, columns, inner, job.dtype, count=batch * heads)
-            two = gemm_seconds(chip, queries, inner, columns, job.dtype, count=batch * heads)
-            three = gemm_seconds(chip, inner, columns, queries, job.dtype, count=batch * heads)
-            kept = alignment(head_dim if name == "scores" else v_dim)
-            one, two, three = one / kept, two / kept, three / kept
-            flops = full * (head_dim if name == "scores" else v_dim)
-            saved = inputs if name == "scores" else 0.0
-            seconds, by_pass = (one, two + three, 0.0), (flops, 2 * flops, 0.0)
-            ops.append(
-                Op(name, "attention", "attention", seconds, by_pass, saved=saved, saved_inputs=saved,
-                   launches=(1.0, 2.0, 0.0), core=True)
-            )  # fmt: skip
-        numel = batch * heads * queries * length
-        drop = 1.0 if framework.dropout else 0.0
-        moved = numel * (2 * width + drop * (2 * width + 1)), numel * (3 * width + drop * (2 * width + 1))
-        saved = numel * (width + drop * (width + 1))
-        ops.elementwise("softmax", "attention", *moved, saved=saved, core=True, launches=(2.0, 2.0))
-        return
-    seen = keys_seen(job.model, length)
-    flops = 2.0 * batch * queries * seen * heads * (head_dim + v_dim)
-    # So many keys that a causal query sees `seen` of them on average; context ranks have equal shares of this work.
-    alone = np.asarray(job.layout.context) == 1
-    keys = np.where(alone, 2.0 * seen, seen + np.minimum(queries, 2.0 * seen) / 2)
-    shape = dict(batch=batch, heads=heads, queries=queries, keys=keys, head_dim=head_dim, v_dim=v_dim)
-    shape |= dict(causal=True, dtype=job.dtype, kv_heads=kv_heads)
-    shape |= dict(kernel=framework.attention)
-    forward, backward = (attention_seconds(job.cluster.chip, **shape, direction=way) for way in ("forward", "backward"))
-    # The output is saved by the GEMM that follows.
-    ops.append(
-        Op("attention", "attention", "attention", (forward, backward, 0.0), (flops, 2.5 * flops, 0.0),
-           saved=inputs + 4 * batch * queries * heads, saved_inputs=inputs, launches=(2.0, 3.0, 0.0), core=True)
-    )  # fmt: skip
-
-
-def _context_traffic(ops: OpList, heads: Number, kv_heads: Number, head_dim: int, v_dim: int) -> None:
-    """The traffic of attention with the other slices of the sequence (`parallel/context.py`)."""
-    job = ops.job
-    method, c = job.layout.context_method, job.layout.context
-    keys = job.rows * kv_heads * (head_dim + v_dim) * job.width
-    if method == "ulysses":
-        queries = job.rows * heads * (head_dim + v_dim) * job.width
-        ops.collective("attention", "context", "all_to_all", queries + keys, (1.0, 1.0, 0.0))
-    elif method == "gather":
-        ops.collective("attention", "context", "all_gather", keys * c, (1.0, 0.0, 0.0))
-        ops.collective("attention", "context", "reduce_scatter", keys * c, (0.0, 1.0, 0.0))
-    else:
-        hop = collective_seconds(job.cluster, "send", keys, *span(job, "context"))
-        seconds = (hop * (c - 1), hop * (2 * c - 1), 0.0)
-        ops.append(Op("context send", "attention", "context", seconds, launches=(0.0, 0.0, 0.0)))
-
-
 def _attention(ops: OpList) -> None:
     """Norm, attention and its sum with the residual stream."""
     job = ops.job
@@ -193,8 +132,8 @@ def _attention(ops: OpList) -> None:
         ops.elementwise("rotary", "attention", moved, moved)
     elif job.framework.kernels != "compiled":  # heads are transposed for the kernels
         ops.elementwise("heads apart", "attention", 2 * numel * job.width, 2 * numel * job.width)
-    _context_traffic(ops, heads, kv_heads, key_dim, v_dim)
-    _attention_core(ops, heads, kv_heads, key_dim, v_dim)
+    context_traffic(ops, heads, kv_heads, key_dim, v_dim)
+    attention_core(ops, heads, kv_heads, key_dim, v_dim)
     ops.gemm("out", "attention", rows, m.hidden, heads * v_dim)
     _scatter_sequence(ops, "attention")
     _residual(ops, "attention")

@@ -16,6 +16,7 @@ from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.cost.memory import (
     OWNERS,
     buffers,
+    gathered_layer,
     gathered_layers,
     layer_activations,
     memory,
@@ -69,6 +70,9 @@ class _Ranks:
             "gathered": float(gathered_layers(job)),
             "buffers": float(buffers(job)) + reduces * float(reduced_layer(job)),
         }
+        self.in_layers = 0.0
+        if lay.gathers_each_pass and lay.pipeline == 1:
+            self.in_layers = float(gathered_layers(job) - gathered_layer(job))
         self.known: dict[tuple[object, ...], _Alike] = {}
 
     def at(self, rank: int) -> dict[str, float]:
@@ -77,15 +81,18 @@ class _Ranks:
         kind = state.alike(place)
         if kind not in self.known:
             self.known[kind] = _alike(place)
-        return _rank_memory(place, self.job, self.estimated, self.known[kind])
+        return _rank_memory(place, self.job, self.estimated, self.known[kind], self.in_layers)
 
 
 def _is_exact(run: Run, job: Job) -> bool:
     return job.framework.family == "shardwise" and state.known(replace(run, train=replace(run.train, compile=False)))
 
 
-def _rank_memory(place: PlannedRank, job: Job, estimated: Mapping[str, float], same: _Alike) -> dict[str, float]:
-    """Bytes of one rank by owner; the layers that ZeRO-3 gathers, and the buffers, come from the estimate."""
+def _rank_memory(
+    place: PlannedRank, job: Job, estimated: Mapping[str, float], same: _Alike, in_layers: float
+) -> dict[str, float]:
+    """Bytes of one rank by owner; the layers that ZeRO-3 gathers, and the buffers, come from the estimate. `in_layers` of the
+    gathered bytes are not there at the loss."""
     run, standing = place.run, same.standing
     owners = standing.owners | {"activations": state.activations_at(place, same.saves) * same.saved}
     if run.layout.gathers_each_pass and run.layout.shard * run.layout.context > 1:
@@ -97,7 +104,7 @@ def _rank_memory(place: PlannedRank, job: Job, estimated: Mapping[str, float], s
     owners["buffers"] = estimated["buffers"] + standing.transposed
     owners = {**estimated, **owners}
     updating = owners | standing.updating
-    owners = _peak(owners, run, same)
+    owners = _peak(owners, run, same, in_layers)
     owners = max(owners, updating, key=lambda moment: sum(moment.values()))
     owners["workspace"] = workspace(job, moving(owners))
     return owners
@@ -109,6 +116,8 @@ class _Standing(NamedTuple):
     owners: dict[str, float]
     last_gradient: float
     """Bytes of the gradient that is computed last."""
+    head_shrinks: float
+    """Bytes by which the head's gradient is smaller behind the loss."""
     transposed: float
     updating: dict[str, float]
     """The owners whose bytes differ while the largest matrix is updated."""
@@ -126,7 +135,7 @@ def _standing(run: Run, rank: int) -> _Standing:
     )
     owners = {owner: float(size) for owner, size in own.items()}
     last, transposed = state.last_gradient(run, rank), state.transposed_gradient(run, rank)
-    return _Standing(owners, last, transposed, _updating(place, stays))
+    return _Standing(owners, last, state.head_shrinks(place), transposed, _updating(place, stays))
 
 
 class _Alike(NamedTuple):
@@ -174,29 +183,29 @@ def _layer_saved(run: Run, routed: bool) -> float:
     return float(layer_activations(job_of(run), routed=routed)[0])
 
 
-def _peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:
+def _peak(owners: dict[str, float], run: Run, same: _Alike, in_layers: float) -> dict[str, float]:
     """Bytes by owner at the peak: at the loss, in the last layer that is recomputed, or in the first.
 
     When a layer is recomputed, the loss's tensors are freed, and so are the saved tensors of the layers after it. In a step of
     one microbatch, gradients appear only as the activations saved for them are freed.
     """
-    recomputed = same.recomputed
+    recomputed, shrinks = same.recomputed, same.standing.head_shrinks
     if run.memory.hosts_optimizer:
         return _hosted_peak(owners, run, same)
+    at_loss = owners | {"gathered": owners["gathered"] - in_layers}
     if run.accumulation == 1 and run.layout.pipeline == 1:
         # A chunked loss keeps the gradient of the head; a full one frees the probabilities, half of its tensors.
         in_chunks = chunks_loss(run, gpu=planned_on_gpu(run)) or FACTS[run.objective.kind].logprobs
-        saved = owners["activations"] - (0.0 if in_chunks else owners["logits"] / 2)
+        saved = owners["activations"] - (shrinks if in_chunks else owners["logits"] / 2)
         made = max(owners["gradients"] - same.standing.last_gradient, 0.0)
         moments = [
-            owners | {"gradients": 0.0},
+            at_loss | {"gradients": 0.0},
             owners | {"activations": saved - same.behind + recomputed, "logits": 0.0, "gradients": 0.0},
             owners | {"activations": saved / run.model.layers + recomputed, "logits": 0.0, "gradients": made},
         ]
         return max(moments, key=lambda moment: sum(moment.values()))
-    if owners["logits"] >= recomputed:
-        return owners
-    return owners | {"activations": owners["activations"] + recomputed, "logits": 0.0}
+    in_layer = owners | {"activations": owners["activations"] - shrinks + recomputed, "logits": 0.0}
+    return max(at_loss, in_layer, key=lambda moment: sum(moment.values()))
 
 
 def _hosted_peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:

@@ -274,12 +274,21 @@ def _prefetched(planned: PlannedRank) -> int:
 
 def passing_gradients(run: Run, rank: int) -> int:
     """Bytes of the gradients in the widest part of a layer while all its saved tensors still exist: of the product of gate and up,
-    and of one of the two. A compiled layer computes them in place."""
+    and of one of the two. A compiled layer computes them in place, except for experts that other ranks send rows to: there it is
+    that beside a matrix's gradient, or the gradients of the rows and of all matrices."""
     m, planned = run.model, planned_rank(run, rank)
     if compiles(run, gpu=planned_on_gpu(run)):
-        return 0
+        return _passing_in_experts(planned) if m.experts and run.layout.expert > 1 else 0
     width = max(m.ffn, m.expert_ffn * m.experts_per_token) // run.layout.tensor
     return (2 if m.gated else 1) * planned.tokens * width * planned.width
+
+
+def _passing_in_experts(planned: PlannedRank) -> int:
+    m, lay = planned.run.model, planned.run.layout
+    cut = lay.tensor if lay.expert_tensor else 1
+    rows, width = planned.local_tokens * cut * m.experts_per_token, m.expert_ffn // cut
+    matrix = m.experts // lay.expert * width * m.hidden
+    return max(2 * rows * width + matrix, rows * m.hidden + 3 * matrix) * planned.width
 
 
 def last_gradient(run: Run, rank: int) -> int:
@@ -291,6 +300,15 @@ def last_gradient(run: Run, rank: int) -> int:
     if not embedding.learns:
         return 0
     return embedding.shard_numel(planned.sharding(embedding)[0]) * planned.high_width
+
+
+def head_shrinks(planned: PlannedRank) -> int:
+    """Bytes by which the gradient of a chunked loss's head is smaller once `fully_shard` has it: in the compute dtype."""
+    stage = planned.stages[-1]
+    if not (stage.last and planned.chunked and planned.is_sharded):
+        return 0
+    head = planned.vocabulary(stage)
+    return head.numel * (planned.high_width - planned.width) * head.learns
 
 
 def transposed_gradient(run: Run, rank: int) -> int:

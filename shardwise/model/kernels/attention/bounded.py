@@ -67,7 +67,7 @@ def _tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _whole_forward(  # type: ignore[no-untyped-def]
+def _whole_attention(  # type: ignore[no-untyped-def]
     Q, K, V, OUT, LSE, q0, q1, q2, k0, k1, k2, v0, v1, v2, queries, keys, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
@@ -101,7 +101,7 @@ def _whole_forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
+def _bounded_attention(  # type: ignore[no-untyped-def]
     Q, K, V, OUT, LSE, LOW, PLACE, KEY_PLACE,
     q0, q1, q2, k0, k1, k2, v0, v1, v2, o0, o1, o2, low0,
     queries, keys, scale, HEADS: tl.constexpr, GROUPS: tl.constexpr,
@@ -146,7 +146,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_q(  # type: ignore[no-untyped-def]
+def _attention_backward_q(  # type: ignore[no-untyped-def]
     Q, K, V, GRAD, LSE, DELTA, DQ, LOW, PLACE, KEY_PLACE,
     q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, low0,
     queries, keys, scale, HEADS: tl.constexpr, GROUPS: tl.constexpr,
@@ -184,7 +184,7 @@ def _backward_q(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_kv(  # type: ignore[no-untyped-def]
+def _attention_backward_kv(  # type: ignore[no-untyped-def]
     Q, K, V, GRAD, LSE, DELTA, DK, DV_OUT, LOW, PLACE, KEY_PLACE,
     q0, q1, q2, k0, k1, k2, v0, v1, v2, g0, g1, g2, low0,
     queries, keys, scale, HEADS: tl.constexpr, GROUPS: tl.constexpr,
@@ -249,7 +249,7 @@ def bounded_attention(
     out = torch.empty(batch, heads, queries, v.shape[-1], dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     shape, how = _sizes(q, k, v, backward=False)
-    _forward[(triton.cdiv(queries, shape["M"]), batch * heads)](
+    _bounded_attention[(triton.cdiv(queries, shape["M"]), batch * heads)](
         q, k, v, out, lse, low, place, key_place,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], low.stride(0) if len(low) > 1 else 0,
         queries, k.shape[2], scale * LOG2E, **shape, **how,
@@ -275,10 +275,10 @@ def bounded_attention_backward(
     )
     rest = (*strides, queries, keys, scale * LOG2E)
     lse, delta = lse.contiguous(), delta.contiguous()
-    _backward_q[(triton.cdiv(queries, shape["M"]), batch * heads)](
+    _attention_backward_q[(triton.cdiv(queries, shape["M"]), batch * heads)](
         q, k, v, grad, lse, delta, dq, low, place, key_place, *rest, **shape, **how
     )  # fmt: skip
-    _backward_kv[(triton.cdiv(keys, shape["N"]), batch * k.shape[1])](
+    _attention_backward_kv[(triton.cdiv(keys, shape["N"]), batch * k.shape[1])](
         q, k, v, grad, lse, delta, dk, dv, low, place, key_place, *rest, **shape, **how
     )  # fmt: skip
     return dq, dk, dv
@@ -298,7 +298,7 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
     tile, how = (
         ((128, 128), dict(num_warps=8, num_stages=3)) if max(width, v_width) <= 128 else ((64, 32), dict(num_warps=4))
     )
-    _whole_forward[(triton.cdiv(queries, tile[0]), batch * heads)](
+    _whole_attention[(triton.cdiv(queries, tile[0]), batch * heads)](
         q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], queries, keys, scale * LOG2E,
         HEADS=heads, GROUPS=heads // k.shape[1], D=width, DV=v_width, CAUSAL=causal, M=tile[0], N=tile[1], **how,
     )  # fmt: skip

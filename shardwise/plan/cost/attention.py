@@ -1,0 +1,95 @@
+"""Operations of attention itself: scores, softmax and values, and what context ranks send and merge."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardwise.hardware import alignment, attention_seconds, collective_seconds, gemm_seconds
+from shardwise.plan.cost.flops import keys_seen
+from shardwise.plan.cost.job import Number
+from shardwise.plan.cost.ops import Op, OpList, span
+
+BLOCKS = 0.77
+"""Speed of this trainer's own forward kernel for blocks of keys, whose outputs are in float32, beside cuDNN's: on an H200 464
+TFLOP/s over 128k tokens on 8 ranks, and 480 to 532 of single blocks, where cuDNN makes 615 to 668.
+On Ampere PyTorch takes flash attention instead, which it is taken to be as fast as."""
+SLICES = 1.8
+"""How many times as long as its bytes need merging blocks takes, which runs over slices: on an H200, the same 128k tokens."""
+
+
+def attention_core(ops: OpList, heads: Number, kv_heads: Number, head_dim: int, v_dim: int) -> None:
+    """Scores, softmax and values: in one fused kernel, or in three steps that write the full score matrix."""
+    job = ops.job
+    chip, framework = job.cluster.chip, job.framework
+    length, batch, width = job.seq_len, job.microbatch, job.width
+    queries = length / job.layout.context
+    inputs = batch * queries * (heads * head_dim + kv_heads * (head_dim + v_dim)) * width
+    if framework.attention == "unfused":
+        full = 2.0 * batch * heads * queries * length
+        for name, columns, inner in (("scores", length, head_dim), ("values", v_dim, length)):
+            one = gemm_seconds(chip, queries, columns, inner, job.dtype, count=batch * heads)
+            two = gemm_seconds(chip, queries, inner, columns, job.dtype, count=batch * heads)
+            three = gemm_seconds(chip, inner, columns, queries, job.dtype, count=batch * heads)
+            kept = alignment(head_dim if name == "scores" else v_dim)
+            one, two, three = one / kept, two / kept, three / kept
+            flops = full * (head_dim if name == "scores" else v_dim)
+            saved = inputs if name == "scores" else 0.0
+            seconds, by_pass = (one, two + three, 0.0), (flops, 2 * flops, 0.0)
+            ops.append(
+                Op(name, "attention", "attention", seconds, by_pass, saved=saved, saved_inputs=saved,
+                   launches=(1.0, 2.0, 0.0), core=True)
+            )  # fmt: skip
+        numel = batch * heads * queries * length
+        drop = 1.0 if framework.dropout else 0.0
+        moved = numel * (2 * width + drop * (2 * width + 1)), numel * (3 * width + drop * (2 * width + 1))
+        saved = numel * (width + drop * (width + 1))
+        ops.elementwise("softmax", "attention", *moved, saved=saved, core=True, launches=(2.0, 2.0))
+        return
+    seen = keys_seen(job.model, length)
+    flops = 2.0 * batch * queries * seen * heads * (head_dim + v_dim)
+    # So many keys that a causal query sees `seen` of them on average; context ranks have equal shares of this work.
+    alone = np.asarray(job.layout.context) == 1
+    keys = np.where(alone, 2.0 * seen, seen + np.minimum(queries, 2.0 * seen) / 2)
+    shape = dict(batch=batch, heads=heads, queries=queries, keys=keys, head_dim=head_dim, v_dim=v_dim)
+    shape |= dict(causal=True, dtype=job.dtype, kv_heads=kv_heads)
+    shape |= dict(kernel=framework.attention)
+    forward, backward = (attention_seconds(job.cluster.chip, **shape, direction=way) for way in ("forward", "backward"))
+    if framework.family == "shardwise" and chip.name != "cpu" and job.layout.context_method != "ulysses":
+        forward = forward / np.where(alone | (chip.generation == "ampere"), 1.0, BLOCKS)
+        _merge_blocks(ops, batch * queries, heads * v_dim, heads * head_dim, kv_heads * (head_dim + v_dim))
+    # The output is saved by the GEMM that follows.
+    ops.append(
+        Op("attention", "attention", "attention", (forward, backward, 0.0), (flops, 2.5 * flops, 0.0),
+           saved=inputs + 4 * batch * queries * heads, saved_inputs=inputs, launches=(2.0, 3.0, 0.0), core=True)
+    )  # fmt: skip
+
+
+def _merge_blocks(ops: OpList, rows: Number, out: Number, queries: Number, keys: Number) -> None:
+    """What ring and gathered attention do beside their kernels (`parallel/context.py`), given the elements of a row: forward, an
+    output in float32 is scaled and added to (8 and 12 bytes) for every further block; backward, row sums are made (28 and 10), and
+    the gradients of queries and keys added (10 each). In a ring a block has three quarters of the queries or keys, on average."""
+    c = np.asarray(ops.job.layout.context)
+    ring = ops.job.layout.context_method == "ring"
+    blocks = 0.75 * c if ring else 2.0
+    moved = 20.0 * out * (0.75 * (c - 1.0) if ring else 1.0), 38.0 * out + 10.0 * blocks * (queries + keys)
+    some = 1.0 * (c > 1)
+    often: Number = 6.0 * blocks * some
+    sizes = (rows * each * some for each in moved)
+    ops.elementwise("blocks merged", "attention", *sizes, launches=(often, often), longer=(SLICES, SLICES), core=True)
+
+
+def context_traffic(ops: OpList, heads: Number, kv_heads: Number, head_dim: int, v_dim: int) -> None:
+    """The traffic of attention with the other slices of the sequence (`parallel/context.py`)."""
+    job = ops.job
+    method, c = job.layout.context_method, job.layout.context
+    keys = job.rows * kv_heads * (head_dim + v_dim) * job.width
+    if method == "ulysses":
+        queries = job.rows * heads * (head_dim + v_dim) * job.width
+        ops.collective("attention", "context", "all_to_all", queries + keys, (1.0, 1.0, 0.0))
+    elif method == "gather":
+        ops.collective("attention", "context", "all_gather", keys * c, (1.0, 0.0, 0.0))
+        ops.collective("attention", "context", "reduce_scatter", keys * c, (0.0, 1.0, 0.0))
+    else:
+        hop = collective_seconds(job.cluster, "send", keys, *span(job, "context"))
+        seconds = (hop * (c - 1), hop * (2 * c - 1), 0.0)
+        ops.append(Op("context send", "attention", "context", seconds, launches=(0.0, 0.0, 0.0)))
