@@ -70,12 +70,14 @@ def _merge_blocks(ops: OpList, rows: Number, out: Number, queries: Number, keys:
     the gradients of queries and keys added (10 each). In a ring a block has three quarters of the queries or keys, on average."""
     c = np.asarray(ops.job.layout.context)
     ring = ops.job.layout.context_method == "ring"
-    blocks = 0.75 * c if ring else 2.0
-    moved = 20.0 * out * (0.75 * (c - 1.0) if ring else 1.0), 38.0 * out + 10.0 * blocks * (queries + keys)
+    merged, added = (0.75 * (c - 1.0), 0.75 * c) if ring else (1.0, 2.0)
+    moved = 20.0 * out * merged, 38.0 * out + 10.0 * added * (queries + keys)
     some = 1.0 * (c > 1)
-    often: Number = 6.0 * blocks * some
     sizes = (rows * each * some for each in moved)
-    ops.elementwise("blocks merged", "attention", *sizes, launches=(often, often), longer=(SLICES, SLICES), core=True)
+    # Some 10 bare kernels a merge and 6 a sum, each a quarter of a launch under autograd and modules.
+    often: list[Number] = [each * some / ops.kernels_each for each in (2.5 * merged, 1.5 * added)]
+    launches = (often[0], often[1])
+    ops.elementwise("blocks merged", "attention", *sizes, launches=launches, longer=(SLICES, SLICES), core=True)
 
 
 def context_traffic(ops: OpList, heads: Number, kv_heads: Number, head_dim: int, v_dim: int) -> None:
