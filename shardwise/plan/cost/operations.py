@@ -148,8 +148,10 @@ def _activation(ops: OpList, part: str, numel: Number) -> None:
     """The activation function of a feed-forward layer, gated or not."""
     eager, size = ops.job.framework.kernels == "eager", numel * ops.job.width
     if ops.job.model.gated:
-        saved = (3 if eager else 2) * size
-        halves = eager and part == "experts" and ops.job.framework.family == "shardwise"
+        own = part == "experts" and ops.job.framework.family == "shardwise"
+        apart = own & (np.asarray(ops.job.layout.expert) > 1)  # experts that other ranks send rows to are not compiled
+        saved = (2.0 + (eager | apart)) * size
+        halves = eager and own
         ops.elementwise(
             "activation", part, (5 if eager else 3) * size, (8 if eager else 5) * size, saved=saved,
             longer=HALVES if halves else (1.0, 1.0),
