@@ -2,9 +2,9 @@
 evaluation and final parameters in float64, where a bug cannot hide behind rounding; operations, messages and memory to the last.
 
 The small tier finds a variant that breaks an axis: of a covering array, drawn anew for every commit, it takes the first layouts,
-which have every model, schedule, method, objective, adapter and variant somewhere and every axis with every other, and some of what
-the array does not draw. The large tier takes all of it, random layouts on up to eight ranks, and a list of edges, and so finds what
-needs three axes at once.
+which have every axis, model, schedule, method, ZeRO stage and objective somewhere, half of the adapters and variants and a third of
+the pairs of axes, others with every commit, and one of those that the array does not draw. The large tier takes all of it, random
+layouts on up to eight ranks, and a list of edges, and so finds what needs three axes at once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Iterator
 
 import layouts
 import pytest
+from covering import array_of
 from observed import Observed
 from parallel_pool import RankPool
 
-EDGES, ADAPTERS = 3, 25
+EDGES, ADAPTERS = 1, 25
 """So many of the layouts that the array does not draw are in the small tier, and so many with an adapter in the large one, others
 with every commit."""
 LARGE = pytest.mark.large("three axes at once, eight ranks, and every axis and pair of axes by itself")
@@ -27,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "observed" not in metafunc.fixturenames:
         return
     option = metafunc.config.getoption
-    array, covering = layouts.covering_array(option("--seed"))
+    array, covering = array_of(metafunc.config)
     which: list[object] = [("array", number) for number in range(covering)]
     edges = range(len(layouts.SMALL_EDGES))
     some = edges if option("--large") else random.Random(option("--seed")).sample(edges, EDGES)
@@ -48,7 +49,7 @@ def observed(request: pytest.FixtureRequest, ranks: RankPool) -> Iterator[Observ
     kind, number = request.param
     seed = request.config.getoption("--seed")
     if kind == "array":
-        array, _ = layouts.covering_array(seed)
+        array, _ = array_of(request.config)
         drawn = array[number]
     elif kind == "random":
         drawn = layouts.random_layout(seed, number)

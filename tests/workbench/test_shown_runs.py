@@ -1,4 +1,5 @@
-"""What the page shows is what `shardwise plan --json` prints, and every control is turned by mouse and by keys."""
+"""What the page shows is what `shardwise plan --json` prints, and every control is turned by mouse and by keys, some of them with
+every commit."""
 
 from __future__ import annotations
 
@@ -10,26 +11,39 @@ from chromium import CHROMIUM, browser
 from random_runs import BASES, KEYS, campaign, covering, drawn_changes, drawn_value
 from shown_runs import compared, opened
 
+PARTS = 6
+"""In so many the controls are dealt out, by the seed of the commit; the small tier turns one of them."""
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
 
-def test_every_control_is_turned_and_what_is_shown_is_what_is_planned(pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.drawn(1)
+def test_every_control_is_turned_and_what_is_shown_is_what_is_planned(part: int, pytestconfig: pytest.Config) -> None:
+    """Every control is in one of the parts."""
     seed = pytestconfig.option.seed
-    source = random.Random(seed)
-    runs = [*((each, True) for each in covering(source, 8)), (drawn_changes(source), False)]
+    every = covering(random.Random(seed), 2 * PARTS)
+    own, source = every[part::PARTS], random.Random(f"{seed} {part}")
+    wanted = {key for changes in own for key in changes}
+    runs = [*((each, True) for each in own), (drawn_changes(source), False)]
     with browser() as page, opened(source.choice(sorted(BASES)), page) as bench:
-        assert compared(bench, {}, str(seed), look=True) == "planned"
+        assert compared(bench, {}, f"{seed} {part}", look=True) == "planned"
         for at, (changes, anew) in enumerate(runs):
-            assert compared(bench, changes, f"{seed} {at}", at == 8, anew) in ("planned", "refused"), changes
+            said = compared(bench, changes, f"{seed} {part} {at}", at == len(own), anew)
+            assert said in ("planned", "refused"), (said, changes)
         for again in range(9):  # a number that was drawn as it stood was not turned
-            left = {key: drawn_value(source, KEYS[key]) for key in sorted(set(KEYS) - bench.touched)}
+            left = {key: drawn_value(source, KEYS[key]) for key in sorted(wanted - bench.touched)}
             if left:
-                assert compared(bench, left, f"{seed} left {again}", False, True) in ("planned", "refused"), left
-        assert set(KEYS) == bench.touched
+                said = compared(bench, left, f"{seed} {part} left {again}", False, True)
+                assert said in ("planned", "refused"), (said, left)
+        assert wanted <= bench.touched
+
+
+def test_the_parts_have_every_control() -> None:
+    assert {key for changes in covering(random.Random(7), 2 * PARTS) for key in changes} == set(KEYS)
 
 
 @pytest.mark.large(
-    "three hundred runs of every kind on ten pages; the small tier turns every control and one run on one"
+    "three hundred runs of every kind on ten pages; the small tier turns some controls and one run on one"
 )
 def test_three_hundred_runs_are_shown_as_planned() -> None:
     runs, said = campaign(7, 300), Counter[str]()
