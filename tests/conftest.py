@@ -3,7 +3,7 @@
 `pytest` runs the small tier: every axis, schedule, model family, fault kind and message. `pytest --large` adds the tests marked
 `large`, each with what it finds that the small tier does not. What is drawn at random follows from the commit, so that coverage
 grows with history; pytest says the seed at its end, and `--seed` repeats it. Property tests draw the same examples every time
-(`--hypothesis-profile=default` draws others), the large tier seven times as many.
+(`--hypothesis-profile=default` draws others), the large tier up to seven times as many.
 
 Of the cases of a test marked `drawn(n)` the small tier takes n, others with every commit (`drawing.py`). The large tier takes them
 all, and so does a test that is asked for by name (`file::test`, `-k`).
@@ -27,7 +27,7 @@ from interpreted_kernels import Interpreter
 from parallel_pool import RankPool
 from workers import place_of, scope_of
 
-EXAMPLES = 40
+EXAMPLES = 20
 """The most that a property test draws in the small tier."""
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=15)
 settings.register_profile("thorough", derandomize=True, deadline=None)

@@ -62,6 +62,7 @@ def check(folder: Path) -> None:
         ),
     ],
 )  # fmt: skip
+@pytest.mark.drawn(group="commands")
 def test_a_replica_that_is_killed_rejoins_while_the_others_train_on(
     tmp_path: Path, layout: dict[str, Any], victim: int, mates: list[int]
 ) -> None:

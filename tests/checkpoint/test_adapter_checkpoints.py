@@ -128,7 +128,7 @@ def test_other_weights_are_refused(tmp_path: Path, base: Path) -> None:
 
 
 @pytest.mark.parametrize(("model", "layers"), [("wide", 1), ("wide mixture", 2)])
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="resharding")
 def test_weights_in_4_bits_are_merged_as_they_were_met(
     ranks: RankPool, tmp_path: Path, model: str, layers: int
 ) -> None:

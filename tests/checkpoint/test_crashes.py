@@ -107,6 +107,7 @@ def die_at(number: int, train_state: TrainState, out: Path) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.drawn(group="crashes")
 def test_a_crash_before_any_file_operation_leaves_the_old_or_the_new(
     tmp_path: Path, states: dict[int, TrainState]
 ) -> None:
@@ -124,6 +125,7 @@ def test_a_crash_before_any_file_operation_leaves_the_old_or_the_new(
     assert found.count(2) > 5
 
 
+@pytest.mark.drawn(group="crashes")
 def test_an_error_of_any_file_operation_is_logged_and_costs_nothing_but_that_save(
     tmp_path: Path, states: dict[int, TrainState]
 ) -> None:

@@ -47,6 +47,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen3-moe", "mixtral", "deepseek"])
+@pytest.mark.drawn(2)
 def test_sharded_bfloat16(name: str, tmp_path: Path) -> None:
     model = random_model(*MODELS[name], dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "hf", max_shard_size="12KB")

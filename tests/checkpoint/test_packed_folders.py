@@ -182,6 +182,7 @@ def our_logits(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[torch.
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.drawn(6)
 def test_a_packed_folder_is_what_it_stands_for(tmp_path: Path, form: str) -> None:
     model, state = packed_folder(tmp_path / "theirs", "qwen2", form)
     model.load_state_dict(state, strict=False)

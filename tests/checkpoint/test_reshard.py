@@ -102,13 +102,14 @@ CUT_OTHERWISE: list[tuple[str, Layout, Layout]] = [
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize(("model", "before", "after"), CUT_OTHERWISE, ids=str)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="resharding")
 def test_experts_cut_along_other_dimensions(
     ranks: RankPool, tmp_path: Path, model: str, before: Layout, after: Layout, optimizer: str
 ) -> None:
     assert_moves(ranks, tmp_path, model, optimizer, (before, {}), (after, {}))
 
 
+@pytest.mark.drawn(group="resharding")
 def test_weights_of_sharded_experts_are_read_whole(ranks: RankPool, tmp_path: Path) -> None:
     """As for generating and for files of other programs."""
     run = cases.make_run("mixture", dict(shard=3), global_batch=6, steps=STEPS)

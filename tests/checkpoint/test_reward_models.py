@@ -84,6 +84,7 @@ def language_model(folder: Path) -> Any:
     return model
 
 
+@pytest.mark.drawn(group="resharding")
 def test_adapters_of_a_reward_model_are_merged_resumed_and_written_for_peft(tmp_path: Path) -> None:
     """The head begins anew beside a language model, whose own is tied, and is learned whole."""
     language_model(tmp_path)

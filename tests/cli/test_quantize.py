@@ -45,6 +45,7 @@ def run(*arguments: object) -> int:
 @pytest.mark.parametrize(
     ("weights", "method"), [("int4", "gptq"), ("int4", "awq"), ("int8", "smoothquant"), ("fp8", "round")]
 )
+@pytest.mark.drawn(2)
 def test_a_checkpoint_is_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str], weights: str, method: str) -> None:
     source = checkpoint_of(tmp_path / "tiny")
     options = ("--weights", weights, "--method", method, "--set", tmp_path / "text.txt", "--sequences", 8)
@@ -77,6 +78,7 @@ def test_a_checkpoint_is_packed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ids=["llama", "gpt2", "neox", "bloom", "qwen3-moe", "deepseek", "parallel"],
 )  # fmt: skip
 @pytest.mark.parametrize("weights", ["int4", "fp8"])
+@pytest.mark.drawn(4, "weights")
 def test_what_is_written_is_what_is_read(tmp_path: Path, model: dict[str, object], weights: str) -> None:
     source = checkpoint_of(tmp_path / "tiny", **model)
     options = ("--method", "round", "--set", tmp_path / "text.txt", "--eval-sequences", 1)

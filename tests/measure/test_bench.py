@@ -44,6 +44,7 @@ def small_run(profile: Path) -> Run:
     return run_from_dict(dict(model=model, train=train, cluster=dict(chip="cpu", profile=str(profile))))
 
 
+@pytest.mark.drawn(group="profiles")
 def test_a_profile_says_what_was_measured(bench: Path) -> None:
     profile = load_profile(bench)
     assert profile.chip == "cpu"

@@ -46,6 +46,7 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.drawn(3, "zero")
 def test_bytes_of_fully_shard(zero: int, microbatches: int, reduce_dtype: str) -> None:
     """With ZeRO-1 weights are cast and copied once a step, and gradients added whole; with ZeRO-3 for every pass."""
     model = dict(vocab=64, hidden=64, layers=3, heads=2, ffn=128)

@@ -84,6 +84,7 @@ def axes_as_planned(profile: Path, rank: int) -> set[str]:
     return {axis for axis, _ in sent}
 
 
+@pytest.mark.drawn(group="profiles")
 def test_every_byte_is_on_its_axis_as_planned(profile: Path) -> None:
     for rank in range(4):
         assert axes_as_planned(profile, rank) == {"tensor", "pipeline", "world"}

@@ -285,6 +285,7 @@ def test_an_operator_without_a_formula_is_named_and_can_be_given_one() -> None:
     assert not p.not_counted
 
 
+@pytest.mark.drawn(group="profiles")
 def test_transformers_models_as_they_are() -> None:
     """A tiny Llama of `transformers`: the products of its configuration."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -340,6 +341,7 @@ def test_nothing_is_left_behind() -> None:
     assert p.flops > 0
 
 
+@pytest.mark.drawn(group="profiles")
 def test_forms(tmp_path: Path) -> None:
     model = nn.ModuleDict({"layers": nn.Sequential(*(Attention("causal") for _ in range(3)))})
     with shardwise.profile(model) as p:

@@ -60,6 +60,7 @@ def test_the_load_of_a_run_is_sent_to_a_server(tmp_path: Path, capsys: pytest.Ca
         assert "the run has no load" in capsys.readouterr().err
 
 
+@pytest.mark.drawn(group="profiles")
 def test_facts_are_measured_and_planned_with(tmp_path: Path) -> None:
     shape = CPU.shapes[1]
     grid = replace(

@@ -1,5 +1,5 @@
-"""The layouts that tests run: random ones, drawn by the seed of the commit, of which `covering.py` makes an array, and a list of edges
-that a draw would seldom meet. A layout is a model's name, layout keys, and training keys."""
+"""The layouts that tests run: random ones, drawn by the seed of the commit, of which `covering.py` makes an array, and a list of
+edges that a draw would seldom meet. A layout is a model's name, layout keys, and training keys."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ LOW_PRECISION = dict(dtype="bfloat16")
 OBJECTIVES = ("dpo", "dpo ipo", "dpo margins", "kto", "orpo", "simpo", "reward")
 KINDS = [name for name in cases.ADAPTERS if name.startswith(("lora", "dora"))]
 """Adapters of any model; those in 4 bits need one that is wide."""
+
+
 def draw(generator: random.Random, world: int, axes: int = 2) -> Drawn:
     """A legal layout of at least so many axes, with every choice a user has, of a model with some variants beside its own."""
     return draw_with_run(generator, world, axes)[0]

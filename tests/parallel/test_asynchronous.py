@@ -21,13 +21,15 @@ from shardwise.train.step import TrainState
 
 STEPS = 5
 LARGE = pytest.mark.large(
-    "more ranks and microbatches, tensor ranks and recomputation; the small tier has two of each schedule"
+    "more ranks and microbatches, tensor ranks and recomputation; the small tier has each schedule"
 )
+DRAWN = pytest.mark.drawn(group="asynchronous")
 RUNS: list[Any] = [
     ("dense", dict(pipeline=2, schedule="pipedream"), dict(global_batch=1, microbatch=1)),
     ("dense", dict(pipeline=2, schedule="pipedream-2bw"), dict(global_batch=4, microbatch=2)),
-    ("dense", dict(pipeline=2, replicate=2, schedule="pipedream"), dict(global_batch=4, microbatch=1)),
-    ("dense", dict(pipeline=2, shard=2, schedule="pipedream-2bw"), dict(global_batch=4, microbatch=1)),
+    *(pytest.param("dense", dict(pipeline=2) | layout, dict(global_batch=4, microbatch=1), marks=DRAWN) for layout in [
+        dict(replicate=2, schedule="pipedream"), dict(shard=2, schedule="pipedream-2bw"),
+    ]),
     *(pytest.param(model, layout, train, marks=LARGE) for model, layout, train in [
         ("dense", dict(pipeline=4, schedule="pipedream"), dict(global_batch=1, microbatch=1)),
         ("dense", dict(pipeline=4, schedule="pipedream"), dict(global_batch=2, microbatch=1)),

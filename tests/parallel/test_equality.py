@@ -23,6 +23,7 @@ LARGE = pytest.mark.large("the other axes; that an axis computes the same is kno
     ],
     ids=str,
 )
+@pytest.mark.drawn(group="rounding")
 def test_float32_follows_float64(ranks: RankPool, layout: Layout) -> None:
     want = one_process("mixture", True, microbatch=1, layers=2)["losses"]
     run = cases.make_run("mixture", layout, layers=2, dtype="float32")
@@ -38,6 +39,7 @@ def test_float32_follows_float64(ranks: RankPool, layout: Layout) -> None:
     ],
     ids=str,
 )
+@pytest.mark.drawn(group="rounding")
 def test_bfloat16_stays_within_the_spread_of_data_orders(ranks: RankPool, layout: Layout) -> None:
     settings = dict(dtype="bfloat16", layers=2, steps=3, lr=1e-3)
     one, other = (one_process("dense", True, seed, **settings)["losses"] for seed in (0, 1))
@@ -55,6 +57,7 @@ def test_bfloat16_stays_within_the_spread_of_data_orders(ranks: RankPool, layout
     ],
     ids=str,
 )
+@pytest.mark.drawn(group="rounding")
 def test_gradients_are_added_in_the_dtype_that_is_asked_for(ranks: RankPool, layout: Layout) -> None:
     """Norms show it: beside float64's, bfloat16 sums are off by its rounding, float32's by a thousandth of that."""
 

@@ -63,6 +63,7 @@ def test_a_square_is_made_of_its_root_bit_for_bit(ranks: RankPool, layout: dict[
         assert flying > 0
 
 
+@pytest.mark.drawn(group="memory")
 def test_relu_saves_one_tensor_for_itself_and_for_the_matrix_behind_it() -> None:
     """So a mask of its signs, which is all that its own gradient needs, would come on top."""
     one, two = (

@@ -52,6 +52,7 @@ def reference(x: np.ndarray, bits: int) -> np.ndarray:
     return out
 
 
+@pytest.mark.drawn(group="kernels")
 def test_the_kernels_give_the_bits_of_plain_operations(interpreter: Interpreter) -> None:
     interpreter.run(Path(__file__).with_name("group_bits_kernels.py"))
 
@@ -103,6 +104,7 @@ def measured(rank: int, run: Run) -> Any:
     ("model", "layout", "dtype"),
     [("dense", {}, "float32"), *(pytest.param(*each, marks=LARGE) for each in OTHERS)],
 )
+@pytest.mark.drawn(group="memory")
 def test_layers_keep_the_bytes_of_the_plan(model: str, layout: dict[str, Any], dtype: str) -> None:
     verdict = verify_rank(run_of(model, 4, layout, dtype=dtype), steps=1)
     assert not verdict.beyond(TOLERANCE), verdict.beyond(TOLERANCE)

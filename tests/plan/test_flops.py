@@ -16,7 +16,7 @@ from shardwise.run.derive import derive_model
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 def test_parameters_of_every_preset_equal_the_networks(name: str) -> None:
     config = derive_model(ModelConfig(**PRESETS[name]), 1024)
     with torch.device("meta"):

@@ -155,7 +155,7 @@ def places(space: Space, count: int, seed: int) -> list[tuple[Any, LayoutIndex, 
     ],
     ids=["llama3-8b", "gpt3-175b", "mixtral-8x7b", "mixtral-8x7b-muon"],
 )
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_screening_is_near_the_plan(run: Run, devices: int) -> None:
     space = Space(run, devices, 8)
     sample = places(space, 25, devices)
@@ -227,6 +227,7 @@ def test_several_numbers_of_devices_share_a_front() -> None:
     assert {"layout", "step_seconds", "binds", "next_change"} <= named["ranking"][0].keys()
 
 
+@pytest.mark.drawn(group="searches")
 def test_a_search_repeats_itself() -> None:
     run = auto("llama3-8b", nodes=2)
     first, second = search(run, keep=4), search(run, keep=4)

@@ -55,6 +55,7 @@ def test_what_is_wrong_with_a_change_comes_first(run: Run) -> None:
     assert found.next_changes[0].startswith(WRONG)
 
 
+@pytest.mark.drawn(group="searches")
 def test_a_faster_layout_that_fits_is_recommended_before_one_that_does_not() -> None:
     found = search(auto("llama3-8b", 8, global_batch=128, seq_len=8192), keep=20)
     plain = [change for change in found.next_changes if not change.startswith(WRONG)]
@@ -95,6 +96,7 @@ GIVEN = dict(dtype="bfloat16", seq_len=8192, global_batch=128)
     ],
     ids=str,
 )
+@pytest.mark.drawn(1)
 def test_a_layout_that_does_not_fit_is_told_the_fastest_single_change_that_does(
     layout: dict[str, Any], train: dict[str, Any]
 ) -> None:

@@ -87,7 +87,7 @@ def in_ranking(found: SearchResult) -> None:
 
 
 @pytest.mark.parametrize("number", range(SMALL))
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="searches")
 def test_nothing_better_is_missing(number: int, pytestconfig: pytest.Config) -> None:
     hold(number, pytestconfig.option.seed, most=100)
 
@@ -98,7 +98,7 @@ def test_nothing_better_is_missing_in_many_jobs(number: int, pytestconfig: pytes
     hold(number, pytestconfig.option.seed)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="searches")
 @pytest.mark.parametrize("number", [89, 91, 109, 146, 177, 183])
 def test_jobs_of_which_something_was_missing(number: int) -> None:
     """89, 91, 177: a point of the front stood behind one that a schedule with deferred weight gradients, whose layers are not

@@ -46,6 +46,7 @@ def made(name: str) -> Run:
 
 
 @pytest.mark.parametrize("name", NAMED)
+@pytest.mark.drawn(3)
 def test_layouts_of_a_named_key_are_searched_as_they_are_planned(name: str) -> None:
     seen = 0
     for space in spaces_of(made(name), 4, 4):

@@ -38,6 +38,7 @@ def test_the_bound_is_below_every_layout(model: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.2])
+@pytest.mark.drawn(1)
 def test_the_fastest_and_the_leanest_are_those_of_all(share: float) -> None:
     for space in spaces(MODELS[0]):
         most = share * space.capacity

@@ -139,7 +139,7 @@ REPEATED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("model", "layout"), REPEATED, ids=str)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_operations_equal_those_pytorch_counts(ranks: RankPool, model: str, layout: dict[str, Any]) -> None:
     run = cases.make_run(model, layout, **cases.layers_for(layout))
     for rank, counted in enumerate(ranks.run(run.layout.world, counted_flops, run)):

@@ -152,6 +152,7 @@ def test_scales_that_are_folded_change_nothing(family: str) -> None:
         ("awq", FORMATS["int4"]),
     ],
 )
+@pytest.mark.drawn(8, "family", "method")
 def test_every_family_is_packed_layer_by_layer(family: str, method: str, form: WeightFormat) -> None:
     """But for matrices of a width that 4 bits cannot hold."""
     model = copy.deepcopy(model_of(family, torch.float32))

@@ -48,6 +48,7 @@ def page(folder: Path) -> str:
     return (folder / "page.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.drawn(group="browser")
 def test_many_ranks_make_a_small_sound_page(page: str) -> None:
     assert len(page.encode()) < 5_000_000
     assert "http" not in re.sub(r"<script.*?</script>", "", page, flags=re.S)
@@ -68,6 +69,7 @@ def test_many_ranks_make_a_small_sound_page(page: str) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+@pytest.mark.drawn(group="browser")
 def test_the_timeline_zooms_in_a_real_browser(page: str) -> None:
     script = """
     // A browser without a screen draws frames when it likes, so drawing is put on the clock that the test waits by.

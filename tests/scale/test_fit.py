@@ -52,6 +52,7 @@ def test_minimize_finds_the_valley_of_rosenbrock_from_every_start() -> None:
     assert found.at == pytest.approx(np.ones((20, 2)), abs=1e-4)
 
 
+@pytest.mark.drawn(group="laws")
 def test_the_law_is_found_again_from_every_start() -> None:
     fitted = fit(made(noise=0.0), ("chinchilla",), starts=100, resampled=20)
     assert fitted.law.agree == 100

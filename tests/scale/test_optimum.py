@@ -95,6 +95,7 @@ def test_budget_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "Chinchilla" in capsys.readouterr().out
 
 
+@pytest.mark.drawn(group="searches")
 def test_a_budget_on_a_chip_without_bfloat16(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     assert main(["budget", "--flops", "1e18", "--chip", "v100", "--devices", "1", "--out", str(path)]) == 0

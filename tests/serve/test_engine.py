@@ -23,13 +23,14 @@ SCHEDULES, LARGE = 60, 1_000
 
 
 @pytest.mark.parametrize("part", range(5))
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_drawn_schedules_answer_as_the_uncached_model(part: int, request: pytest.FixtureRequest) -> None:
     seed = request.config.getoption("--seed")
     assert sum(check_schedule(f"{seed} {part} {number}").stats.prefix_hits for number in range(SCHEDULES // 5))
 
 
 @pytest.mark.parametrize("number", [686, 3456, 5446])
+@pytest.mark.drawn(1)
 def test_logprobs_of_a_step_are_those_its_own_requests_asked_for(number: int) -> None:
     """In these a sequence is preempted while its token is under way, and its slot is given to a request without logprobs."""
     then = [name for name in FAMILIES if name != "bloom"]  # of which they were drawn
@@ -55,6 +56,7 @@ def test_the_script_of_drawn_schedules_says_what_was_met() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.drawn(3)
 def test_float32_too(family: str) -> None:
     settings = ServeConfig(max_sequences=3, max_step_tokens=4, page_tokens=4)
     prompts = [(5, 9, 3, 7, 1, 2), (4,), (8, 8, 1)]

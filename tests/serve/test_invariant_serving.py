@@ -141,7 +141,7 @@ def check(seed: str, family: str, dtype: torch.dtype, schedules: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_an_answer_is_the_same_bits_whatever_the_schedule(family: str, request: pytest.FixtureRequest) -> None:
     check(f"{request.config.getoption('--seed')} {family}", family, torch.float32, 2)
 
@@ -214,7 +214,7 @@ def test_what_can_not_be_had_is_refused(
     ],
     ids=lambda case: case if isinstance(case, str) else " ".join(f"{axis}={size}" for axis, size in case.items()),
 )
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_ranks_give_the_same_bits_whatever_the_schedule(
     ranks: RankPool, axes: dict[str, int], family: str, request: pytest.FixtureRequest
 ) -> None:

@@ -55,7 +55,7 @@ ALL = list(all_layouts())
 
 
 @pytest.mark.parametrize(("axes", "families"), SMALL, ids=[name_of(axes) for axes, _ in SMALL])
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_layouts_answer_as_the_uncached_model(
     axes: dict[str, int], families: list[str], ranks: RankPool, request: pytest.FixtureRequest
 ) -> None:

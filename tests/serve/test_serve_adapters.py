@@ -46,6 +46,7 @@ def generated(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return str(json.loads(capsys.readouterr().out)["samples"][0]["text"])
 
 
+@pytest.mark.drawn(group="servers")
 def test_a_server_of_adapters_answers_as_the_run_that_trained_them(
     tuned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

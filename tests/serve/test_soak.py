@@ -90,12 +90,14 @@ def real() -> Any:
     return engine_of("llama", settings, 120, torch.float32)
 
 
+@pytest.mark.drawn(group="soaks")
 def test_a_thousand_requests(request: pytest.FixtureRequest) -> None:
     engine = fake()
     run(engine, 1_000, request.config.option.seed)
     assert engine.aborted > 10  # how many are still running when their client leaves depends on the machine
 
 
+@pytest.mark.drawn(group="soaks")
 def test_a_hundred_requests_of_a_model(request: pytest.FixtureRequest) -> None:
     run(real(), 100, request.config.option.seed)
 

@@ -39,6 +39,7 @@ def accepted(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize(("family", "way"), CASES)
+@pytest.mark.drawn(2, "way")
 def test_greedy_answers_are_those_of_the_uncached_model(family: str, way: Way) -> None:
     count, right = 20, 0
     for drafts in (1, 4) if family == "gpt" else (3,):
@@ -69,6 +70,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("way", ["ngram", "draft"])
+@pytest.mark.drawn(1)
 def test_draws_are_the_same_tokens_as_without(way: Way) -> None:
     """Not only as likely: whatever is asked of sampling, beside each other in one batch."""
 

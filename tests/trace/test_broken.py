@@ -67,6 +67,7 @@ def test_cut_off_json(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.drawn(group="broken traces")
 def test_cut_off_anywhere(tmp_path: Path) -> None:
     whole = text_of(EVENTS[:3], before=distributed(3))
     for cut in range(len(whole)):
@@ -77,6 +78,7 @@ def test_cut_off_anywhere(tmp_path: Path) -> None:
             assert result.problems
 
 
+@pytest.mark.drawn(group="broken traces")
 def test_cut_off_gzip(tmp_path: Path) -> None:
     packed = gzip.compress(text_of([kernel(f"k{random.Random(n).random()}", n, 1) for n in range(5000)]))
     path = tmp_path / "cut.json.gz"
@@ -169,6 +171,7 @@ def test_a_hundred_thousand_levels_deep(tmp_path: Path, opening: str, closed: bo
     assert before is None or isinstance(before, Profile)
 
 
+@pytest.mark.drawn(group="broken traces")
 def test_gigantic_strings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Larger than any event may be (here: 3 MB), in a name, before the events and after them."""
     monkeypatch.setattr(text_module, "LARGEST", 3 << 20)
@@ -184,6 +187,7 @@ def test_gigantic_strings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(long.events.names[0]) < 1 << 15
 
 
+@pytest.mark.drawn(group="broken traces")
 def test_memory_stays_bounded(tmp_path: Path) -> None:
     """60 MB of spaces, and of brackets, squeezed into files of a few hundred kilobytes."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

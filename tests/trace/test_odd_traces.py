@@ -111,7 +111,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.mark.usefixtures("usual")  # by then everything is imported
 @pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 def test_an_odd_profile_takes_no_longer_than_three_usual_ones(make: Writer, tmp_path: Path) -> None:
     odd = made(tmp_path / "odd", make, SMALL)
     plain = made(tmp_path / "plain", odd_traces.plain, plain_events(make, SMALL))
@@ -140,7 +140,7 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux says how mu
 @ON_LINUX
 @pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_an_odd_profile_takes_no_more_memory_than_three_usual_ones(make: Writer, tmp_path: Path) -> None:
     odd = bytes_taken(made(tmp_path / "odd", make, MEMORY))
     plain = bytes_taken(made(tmp_path / "plain", odd_traces.plain, plain_events(make, MEMORY)))

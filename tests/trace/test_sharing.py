@@ -44,7 +44,7 @@ def texts() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", ["regular", "cut off", "broken late", "broken early", "cuts that are none"])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_two_processes_read_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     path = write(tmp_path / "rank.json.gz", texts()[case])
     assert len(texts()[case]) > 2 << 20

@@ -79,6 +79,7 @@ def test_moments_in_files_are_the_same_bits_and_not_in_memory(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("microbatch", [1, 2])
+@pytest.mark.drawn(1)
 def test_both_memories_are_planned_to_the_byte(microbatch: int) -> None:
     run = made("host", dtype="bfloat16", microbatch=microbatch)
     train_state = TrainState(run)

@@ -130,7 +130,7 @@ def test_twenty_float64_steps_equal_a_plain_loop_over_the_model() -> None:
 
 @pytest.mark.parametrize("model", [{}, MIXTURE], ids=["dense", "mixture"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_accumulating_small_batches_equals_one_large_batch(model: dict[str, Any], optimizer: str) -> None:
     losses = {}
     for microbatch in (8, 4, 1):

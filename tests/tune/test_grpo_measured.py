@@ -56,6 +56,7 @@ def test_a_round_on_ranks(ranks: RankPool, task: Path, layout: dict[str, Any]) -
     assert (sent > 0) == ("tensor" not in layout)  # tensor ranks train what their engine holds
 
 
+@pytest.mark.drawn(group="profiles")
 def test_a_profile_has_rounds_of_answers(task: Path, tmp_path: Path) -> None:
     folder = tmp_path / "profile"
     prepare_folder(folder)

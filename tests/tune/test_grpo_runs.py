@@ -101,7 +101,7 @@ def test_a_plan_counts_no_padding(task: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "ahead"])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(task: Path, tmp_path: Path, kind: str) -> None:
     """Also where the stop falls between the steps of one round of answers."""
     more: dict[str, Any] = dict(minibatches=2, iterations=2) if kind == "dr_grpo" else {}
@@ -156,6 +156,7 @@ def test_a_resumed_run_keeps_its_selection_biases_beside_a_reference(task: Path,
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.drawn(1)
 def test_a_source_releases_its_train_state(task: Path, ahead: bool) -> None:
     """For a rollback: the engine, the reference and the round sampled ahead hold it too."""
     objective = dict(kl_beta=0.1, asynchronous=ahead)

@@ -72,6 +72,7 @@ def test_what_does_not_fit_is_told_what_would() -> None:
 
 
 @pytest.mark.parametrize("given", [SMALL, [*SMALL[:3], "layout.auto=true"]])
+@pytest.mark.drawn(1)
 def test_a_row_of_the_ranking_is_the_layout_that_was_planned(given: list[str]) -> None:
     base = base_of(None, given)
     rows = ranking(base, {}, keep=3)["rows"]
@@ -83,6 +84,7 @@ def test_a_row_of_the_ranking_is_the_layout_that_was_planned(given: list[str]) -
         assert keys_of(base, found.run) == row["keys"]
 
 
+@pytest.mark.drawn(group="browser")
 def test_only_the_newest_question_is_answered(base: Base) -> None:
     async def ask() -> list[object]:
         aside = Aside("changes")
@@ -180,6 +182,7 @@ def test_the_mesh_is_that_of_the_trainer() -> None:
             assert [first + n * stride for n in range(size)] == place.members(group)
 
 
+@pytest.mark.drawn(group="searches")
 def test_a_run_without_a_layout_begins_with_the_best_one() -> None:
     base = base_of(None, [*SMALL[:3], "layout=auto"])
     found = answer(with_layout(base), {}).best

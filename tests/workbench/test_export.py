@@ -16,6 +16,7 @@ KEYS = ["model.preset=llama3-8b", "cluster.chip=h100", "cluster.nodes=1", "layou
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.drawn(group="browser")
 def test_an_exported_page_plans_from_disk(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     assert main(["workbench", *(f"--{key}" for key in KEYS), "--export", str(file)]) == 0

@@ -130,6 +130,7 @@ def test_every_choice_of_the_drawn_runs_is_a_control(page: Browser) -> None:
     assert set(CHOICES) <= set(keys)
 
 
+@pytest.mark.drawn(group="browser")
 def test_a_chip_is_a_change_and_layouts_stand_side_by_side(bench: Served, page: Browser) -> None:
     change(page, {})
     page.click("[data-action=pin]")

@@ -38,6 +38,7 @@ def headline(page: Browser) -> str:
     return page.js("document.getElementById('headline').textContent")
 
 
+@pytest.mark.drawn(group="browser")
 def test_runs_are_shown_and_followed(tmp_path: Path) -> None:
     write(tmp_path / "one", range(1, 200))
     write(tmp_path / "two", range(1, 400))

@@ -21,6 +21,7 @@ PAGE = """<html><head><title>T</title></head><body><nav><a href="/">Home</a> <a 
 <footer>Copyright</footer></body></html>"""
 
 
+@pytest.mark.drawn(group="preparation")
 def test_pages_become_text() -> None:
     pytest.importorskip("trafilatura")
     rule = html()
@@ -35,6 +36,7 @@ def test_pages_become_text() -> None:
     assert (rule(plain), plain.text) == ("", "1 < 2 and 3 > 2")
 
 
+@pytest.mark.drawn(group="preparation")
 def test_languages() -> None:
     pytest.importorskip("py3langid")
     rule = language(keep=["en", "de"])
@@ -61,6 +63,7 @@ def test_words_of_spacy() -> None:
     assert list(Document(text, vocabulary).words()) == want
 
 
+@pytest.mark.drawn(group="preparation")
 def test_a_tokenizer_is_trained_on_what_is_left(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = '[[sources]]\nname = "web"\npaths = ["a.jsonl"]\n[tokenizer]\ntrain = 600\n'
     (corpus / "recipe.toml").write_text(recipe)

@@ -25,6 +25,7 @@ from shardwise.run.problems import UserError
 GOLDEN = Path(__file__).parent / "datatrove.json"
 
 
+@pytest.mark.drawn(group="preparation")
 def test_every_document_ends_where_datatrove_ends_it(tmp_path: Path) -> None:
     """`benchmarks/data_prepare.py golden` wrote what datatrove does; clusters decide which of several alike stays."""
     golden = json.loads(GOLDEN.read_text())

@@ -135,6 +135,7 @@ def test_another_recipe_or_another_file_is_refused(corpus: Path) -> None:
         do(corpus, "out")
 
 
+@pytest.mark.drawn(group="preparation")
 def test_the_commands(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["data", "prepare", str(corpus / "recipe.toml"), "--out", str(corpus / "out"), "--workers", "1"]
     assert main([*arguments, "--json"]) == 0

@@ -288,6 +288,7 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         find_files(Recipe((Source("a", (str(tmp_path / "in"),)),)))
 
 
+@pytest.mark.drawn(group="preparation")
 def test_reasons_do_not_grow_with_what_is_wrong(tmp_path: Path) -> None:
     """Every line breaks at another byte, more of them than a reason's number has bits for."""
     count = 2**16 + 10
