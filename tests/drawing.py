@@ -1,11 +1,13 @@
 """Which cases of a test marked `drawn` the small tier takes: as the seed of the commit has it, so that each comes up in time.
 
 `drawn(n)` takes n of its cases. `drawn(n, "family")` takes n or more, so that each value of the parameter `family` is among them.
-`drawn(group="kernels")` takes as many of all cases of the tests of that group as `GROUPS` says.
+`drawn(group="kernels")` takes as many cases of the tests of that group as `GROUPS` says, of each test one before any has two; those
+of one `unit`, which share what takes long, are one.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -15,22 +17,28 @@ GROUPS = {
     "broken traces": 2,
     "browser": 2,
     "commands": 2,
+    "compiled": 1,
     "crashes": 1,
-    "dry ranks": 1,
+    "dry ranks": 4,
     "fp8": 1,
+    "grpo on ranks": 4,
     "kernels": 1,
     "laws": 1,
     "memory": 1,
     "outer": 1,
-    "pages": 3,
+    "pages": 2,
     "pages with ranks": 1,
+    "plans that serve": 2,
     "preparation": 3,
     "profiles": 2,
+    "published": 2,
+    "ranks that serve": 2,
     "resharding": 2,
     "rounding": 1,
-    "searches": 3,
+    "searches": 2,
     "servers": 1,
     "soaks": 1,
+    "whole runs": 5,
 }
 """How many of its tests the small tier takes of a group: tests that start ranks by the command or disturb them (a run that suffers
 every kind of fault is always there), dry ranks beside their plan, memory and profiles of what other tests count, kernels in the
@@ -48,7 +56,11 @@ def cases_not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
         mark = cases[0].get_closest_marker("drawn")
         assert mark is not None
         count, *each = mark.args or [GROUPS[name]]
-        random.Random(f"{seed} {name}").shuffle(cases)
+        chance = random.Random(f"{seed} {name}")
+        if "group" in mark.kwargs:
+            left_out |= set(cases) - some_of(cases, count, chance)
+            continue
+        chance.shuffle(cases)
         seen: set[tuple[str, str]] = set()
         first, more = [], []
         for case in cases:
@@ -57,3 +69,21 @@ def cases_not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
             seen |= values
         left_out |= set(more[max(0, count - len(first)) :])
     return left_out
+
+
+def some_of(cases: list[pytest.Item], count: int, chance: random.Random) -> set[pytest.Item]:
+    """So many of a group, from one test after another."""
+    units: dict[str, list[pytest.Item]] = {}
+    for case in cases:
+        mark = case.get_closest_marker("drawn")
+        assert mark is not None
+        units.setdefault(mark.kwargs.get("unit", case.nodeid), []).append(case)
+    tests: dict[str, list[str]] = {}
+    for unit in units:
+        tests.setdefault(unit.partition("[")[0], []).append(unit)
+    turns = list(tests.values())
+    chance.shuffle(turns)
+    for own in turns:
+        chance.shuffle(own)
+    chosen = [unit for turn in itertools.zip_longest(*turns) for unit in turn if unit is not None]
+    return {case for unit in chosen[:count] for case in units[unit]}

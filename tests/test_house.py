@@ -85,6 +85,8 @@ def imports(name: str) -> list[tuple[str, bool]]:
             assert node.level == 0, f"{path}: imports are written in full"
             found.extend((target(node.module or "", alias.name), top) for alias in node.names)
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):  # has no import in it
+                continue
             later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body
             walk(child, top and not later and not typing)

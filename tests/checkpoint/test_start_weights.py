@@ -83,6 +83,7 @@ def losses(folder: Path) -> list[float]:
     return [r["loss"] for r in read_metrics(folder) if "loss" in r]
 
 
+@pytest.mark.drawn(group="whole runs")
 def test_the_first_loss_is_that_of_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(make_run(lr=1e-2), tmp_path / "first")
     run = make_run(weights=str(tmp_path / "first"), seed=3, steps=6)

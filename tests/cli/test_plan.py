@@ -177,6 +177,7 @@ def test_a_limit_that_limits_nothing_is_a_mistake(
     assert "train.microbatch is given (1)" in told if layout else "is for a search" in told
 
 
+@pytest.mark.drawn(group="searches")
 def test_a_narrow_ranking_keeps_memory_and_cost(
     run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,7 @@ def check(verdict: Verdict, run: Run) -> None:
 
 
 @pytest.mark.parametrize(("model", "layout"), DRY, ids=str)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="dry ranks")
 def test_dry_ranks_are_as_planned(model: str, layout: Layout) -> None:
     batch = (4 if layout.get("pipeline", 1) > 1 else 2) * layout.get("shard", 1)
     run = cases.make_run(model, layout, **cases.layers_for(layout), global_batch=batch, microbatch=1)
@@ -73,7 +73,7 @@ def test_dry_ranks_are_as_planned(model: str, layout: Layout) -> None:
 
 @pytest.mark.parametrize("adapter", [name for name in cases.ADAPTERS if name])
 @pytest.mark.parametrize("layout", [dict(shard=4, expert=2, recompute="full"), dict(tensor=2, pipeline=2)], ids=str)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="dry ranks")
 def test_dry_ranks_with_adapters_are_as_planned(layout: Layout, adapter: str) -> None:
     """Matrices of 4 bits have no values there; what is quantized afterwards in this process has."""
     model = "wide mixture" if adapter.startswith("qlora") else "mixture"
@@ -95,7 +95,7 @@ def test_narrow_arithmetic_is_as_planned(layout: Layout) -> None:
 @pytest.mark.parametrize("fp8", ["", "tensorwise"])
 @pytest.mark.parametrize("parts", ["", " + no query norm #0", " + alibi #0", " + no query norm #0 + alibi #0"])
 @pytest.mark.parametrize("method", cases.METHODS)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="dry ranks")
 def test_the_deferred_gradients_of_a_ranks_only_head_are_as_planned(method: str, parts: str, fp8: str) -> None:
     """They are views of what attention gave, which may be wider; of several heads they are copies."""
     layout = dict(context=2, tensor=2, pipeline=2, schedule="zb-h1", context_method=method)
@@ -108,7 +108,7 @@ def test_the_deferred_gradients_of_a_ranks_only_head_are_as_planned(method: str,
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", ["mixture", "neox", "gemma"])
-@pytest.mark.drawn(2, "dtype")
+@pytest.mark.drawn(group="dry ranks")
 def test_what_nobody_saves_is_not_recomputed(model: str, dtype: str) -> None:
     """An RMSNorm of 16 bits without a kernel saves no input, which then nobody makes again unless the norm is made again."""
     layout = dict(recompute="optimal", recompute_budget=3e-5)
@@ -162,7 +162,9 @@ def test_the_demo_is_as_planned(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_bytes_moved_are_told_by_part_and_pass() -> None:
-    moved = verify_dry(cases.make_run("mixture", dict(recompute="full"), layers=2), 0).measured.work.bytes
+    moved = verify_dry(
+        cases.make_run("mixture", dict(recompute="full"), layers=2, global_batch=1), 0
+    ).measured.work.bytes
     for part in ("norm", "ffn", "experts", "router", "attention"):
         assert all(moved[part][each] > 0 for each in ("forward", "recompute", "backward_input")), part
     assert moved["embedding"]["forward"] > 0

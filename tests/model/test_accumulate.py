@@ -101,6 +101,7 @@ def test_sums_are_made_by_products(function: Callable[..., Tensor], sums: int, l
     torch.testing.assert_close(traced(x, h, w, v), wanted)
 
 
+@pytest.mark.drawn(group="compiled")
 def test_sizes_that_may_change_are_left_alone() -> None:
     x, h, w = torch.randn(2, 3, 8), torch.randn(2, 3, 4), torch.randn(8, 4)
     traced: Any = make_fx(residual, tracing_mode="symbolic")(x, h, w, w)

@@ -228,6 +228,7 @@ def test_on_a_cpu_it_is_the_plain_product(dtype: torch.dtype, large: bool, monke
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.drawn(group="compiled")
 def test_operators_are_what_pytorch_expects() -> None:
     left, transposed = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
     torch.library.opcheck(tuned.gemm._opoverload, (left, transposed.mT))

@@ -112,11 +112,12 @@ def cover(sets: list[set[Pair]], costs: list[float], needed: set[Pair]) -> list[
 
 
 def cost(run: Run) -> float:
-    """What a layout takes, about, in seconds of all its ranks: each starts, and runs some steps of small operations."""
+    """What a layout takes, about, in seconds of all its ranks: each starts, and runs some steps of small
+    operations; and of the process that compares them."""
     lay, model = run.layout, run.model
     passes = run.accumulation * model.layers / lay.pipeline
     passes *= 1 + (model.experts > 0) + (lay.context > 1 and lay.context_method == "ring") + lay.async_tensor
     passes *= 1.5 if lay.recompute != "none" else 1.0
     passes *= 1.5 if FACTS[run.objective.kind].reference else 1.0
     passes *= 2.0 if run.train.dtype == "bfloat16" else 1.0  # which CPUs do not multiply
-    return lay.world * (0.3 + 0.06 * passes)
+    return 1.0 + lay.world * (0.4 + 0.06 * passes)

@@ -42,6 +42,7 @@ def check(ranks: RankPool, drawn: layouts.Drawn, backend: str = "inductor", **mo
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[LARGE, COMPILER])])
+@pytest.mark.drawn(group="compiled")
 def test_tensor_ranks(ranks: RankPool, backend: str) -> None:
     check(ranks, ("dense", dict(tensor=2), dict(layers=1, steps=2)), backend)
 

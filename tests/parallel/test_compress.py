@@ -164,6 +164,7 @@ def test_shards_are_gathered_and_reduced_as_in_one_process(ranks: RankPool, meth
         np.testing.assert_allclose(reduced, sum(part[rank] for part in parts), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.drawn(group="outer")
 def test_secondary_shards_bring_back_what_the_forward_pass_had(ranks: RankPool) -> None:
     """Bit for bit: the backward pass gathers values that were rounded before, and does not round them once more."""
     every = dict(shard=4, compress_weights="int4", recompute="full")

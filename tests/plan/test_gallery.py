@@ -23,6 +23,7 @@ def test_the_page_is_what_the_command_makes(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == PAGE.read_text("utf-8"), "shardwise gallery --markdown > docs/gallery.md"
 
 
+@pytest.mark.drawn(group="published")
 def test_rows_are_predicted_without_their_source() -> None:
     rows = [row for row in published("training") if row["group"] == "korthikanti_t5"]
     lines = EXHIBITS["recompute-step"]().lines

@@ -229,6 +229,7 @@ def test_every_format_has_a_speed_on_every_chip() -> None:
             assert form.dtype(make_cluster(chip, 1).chip) in make_cluster(chip, 1).chip.peak
 
 
+@pytest.mark.drawn(group="published")
 def test_published_rows_stay_within_the_stated_error(predictions: dict[bool, list[Prediction]]) -> None:
     for leave_out, bound in ((False, 0.05), (True, 0.09)):
         supported = [p for p in predictions[leave_out] if p.supported]

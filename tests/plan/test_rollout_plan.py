@@ -43,7 +43,7 @@ def test_a_step_is_training_a_share_of_a_round_and_what_looks_back() -> None:
 
 @pytest.mark.parametrize("memory", [0.0, 0.3])
 @pytest.mark.parametrize("minibatches", [9, 20])
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="plans that serve")
 def test_rounds_of_many_answers_repeat_themselves(minibatches: int, memory: float) -> None:
     """A part of a long round tells how long all of it takes; a round of a million answers is planned as fast as one of hundreds."""
     run = planned(dict(minibatches=minibatches, completion_tokens=64), serve=dict(max_sequences=32, memory_gib=memory))

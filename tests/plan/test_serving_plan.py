@@ -87,9 +87,10 @@ def test_the_engine_executes_what_is_played(
     assert measured.figures["output_tokens"] == sum(each.output for each in asked)
 
 
+@pytest.mark.drawn(group="plans that serve")
 def test_guesses_make_fewer_steps_and_take_their_time() -> None:
     """As many tokens a step as the formula says; a draft model's steps come on top, and one that is always right pays."""
-    single = ("serve.concurrency=1", "serve.requests=8", "serve.output_tokens=400")
+    single = ("serve.concurrency=1", "serve.requests=4", "serve.output_tokens=400")
     plain = plan_serving(run_of(*single))
     draft = ("serve.speculate=draft", "serve.draft=llama3-1b")
     found = {}
@@ -100,10 +101,10 @@ def test_guesses_make_fewer_steps_and_take_their_time() -> None:
         "draft": (*draft, "serve.acceptance=0.5"),
     }.items():
         found[name] = plan_serving(run_of(*single, *words))
-    turns = {name: plan.as_dict()["engine"]["steps"] - 8 for name, plan in {**found, "plain": plain}.items()}
-    assert turns["never"] == turns["plain"] == 8 * 399
-    assert turns["always"] == 8 * 80  # 4 guesses and a token: 399 of them in 80 steps
-    assert 8 * 399 / turns["half"] == pytest.approx(tokens_a_step(0.5, 4), rel=0.05)
+    turns = {name: plan.as_dict()["engine"]["steps"] - 4 for name, plan in {**found, "plain": plain}.items()}
+    assert turns["never"] == turns["plain"] == 4 * 399
+    assert turns["always"] == 4 * 80  # 4 guesses and a token: 399 of them in 80 steps
+    assert 4 * 399 / turns["half"] == pytest.approx(tokens_a_step(0.5, 4), rel=0.05)
     assert tokens_a_step(0.5, 4) == pytest.approx((1 - 0.5**5) / (1 - 0.5))
     assert acceptance_of(tokens_a_step(0.37, 4), 4) == pytest.approx(0.37)
     speed = {name: plan.as_dict()["output_tokens_per_s"] for name, plan in {**found, "plain": plain}.items()}
@@ -112,7 +113,7 @@ def test_guesses_make_fewer_steps_and_take_their_time() -> None:
     assert speed["plain"] < speed["always"]
     assert found["half"].as_dict()["speculation"]["tokens_a_step"] == tokens_a_step(0.5, 4)
     drafts = found["half"].as_dict()["engine"]
-    assert drafts["accepted"] + turns["half"] == 8 * 399
+    assert drafts["accepted"] + turns["half"] == 4 * 399
     # The draft model's weights and pages have their place, to the byte.
     model = run_of("model.preset=llama3-1b", "model.max_positions=8192")
     small, large = serving_memory(model, cluster_of(model).chip), plain.memory
@@ -206,6 +207,7 @@ def test_chips_without_facts_borrow_them() -> None:
     assert own.memory.total < own.facts.profile.device_bytes
 
 
+@pytest.mark.drawn(group="plans that serve")
 def test_a_rate_that_is_too_high_is_not_held() -> None:
     settings = ("serve.concurrency=0", "serve.requests=200", "serve.ttft_ms=400", "serve.input_tokens=1000")
     slow, fast = (plan_serving(run_of(*settings, f"serve.rate={rate}")) for rate in (2, 400))
@@ -353,6 +355,7 @@ max_step_tokens = 32
 """
 
 
+@pytest.mark.drawn(group="plans that serve")
 def test_verify_gives_the_load_to_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.toml"
     path.write_text(RUN)

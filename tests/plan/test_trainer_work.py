@@ -139,13 +139,14 @@ REPEATED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("model", "layout"), REPEATED, ids=str)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="dry ranks")
 def test_operations_equal_those_pytorch_counts(ranks: RankPool, model: str, layout: dict[str, Any]) -> None:
     run = cases.make_run(model, layout, **cases.layers_for(layout))
     for rank, counted in enumerate(ranks.run(run.layout.world, counted_flops, run)):
         assert counted == pytest.approx(with_whole_scores(run, rank), rel=1e-12)
 
 
+@pytest.mark.drawn(group="dry ranks")
 def test_experts_work_is_that_of_an_even_load(ranks: RankPool) -> None:
     """Over the ranks that share the experts, whatever the routers choose."""
     run = cases.make_run("mixture", dict(shard=2, expert=2, tensor=2), layers=2)

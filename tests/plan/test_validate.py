@@ -16,6 +16,10 @@ from shardwise.plan.plan import plan
 from shardwise.plan.published.rows import Unsupported, job_of_row, own_run, published
 from shardwise.plan.published.validate import Prediction, predict, summary, validate
 
+TRAINING = pytest.mark.drawn(group="published", unit="training rows")
+LAYERS = pytest.mark.drawn(group="published", unit="rows of layers and of inference")
+"""Tests that share the predictions of many rows are drawn together."""
+
 
 @functools.cache
 def predictions(kind: str) -> list[Prediction]:
@@ -26,6 +30,7 @@ def complete(kind: str) -> list[Prediction]:
     return [p for p in predictions(kind) if p.complete]
 
 
+@TRAINING
 def test_training_rows() -> None:
     result = summary(complete("training"))
     assert result["supported"] >= 0.95 * result["rows"]
@@ -35,6 +40,7 @@ def test_training_rows() -> None:
     assert result["memory_median_error"] <= 0.04
 
 
+@TRAINING
 def test_intervals_hold_in_every_class() -> None:
     timed = [p for p in predictions("training") if p.error is not None]
     assert 0.76 <= (summary(timed)["coverage"] or 0) <= 0.84
@@ -43,23 +49,32 @@ def test_intervals_hold_in_every_class() -> None:
         assert len(members) < 15 or summary(members)["coverage"] >= 0.65, name
 
 
+@LAYERS
 def test_layer_and_inference_rows() -> None:
     assert summary(complete("layer"))["median_error"] <= 0.08
     assert summary(complete("inference"))["median_error"] <= 0.25
 
 
 @pytest.mark.parametrize("group", ["megatron_sc21_t1", "korthikanti_t5"])
+@TRAINING
 def test_each_row_of_the_headline_tables(group: str) -> None:
     errors = {p.id: p.error for p in predictions("training") if p.group == group}
     assert errors
     assert all(error is not None and abs(error) <= 0.12 for error in errors.values()), errors
 
 
-def test_no_row_is_dropped() -> None:
-    for kind in ("training", "layer", "inference"):
-        rows = published(kind)
-        assert [p.id for p in predictions(kind)] == [row["id"] for row in rows]
-        assert all(p.supported or p.reason for p in predictions(kind))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("training", marks=TRAINING),
+        pytest.param("layer", marks=LAYERS),
+        pytest.param("inference", marks=LAYERS),
+    ],
+)
+def test_no_row_is_dropped(kind: str) -> None:
+    rows = published(kind)
+    assert [p.id for p in predictions(kind)] == [row["id"] for row in rows]
+    assert all(p.supported or p.reason for p in predictions(kind))
 
 
 def test_left_out_constants_are_others_than_those_fitted_to_all() -> None:
@@ -143,6 +158,7 @@ def test_dualpipe_holds_every_stage_twice() -> None:
 
 
 @pytest.mark.parametrize(("leave_out", "median", "most"), [(False, 0.03, 0.08), (True, 0.075, 0.26)])
+@pytest.mark.drawn(group="published")
 def test_this_trainer_on_one_gpu(leave_out: bool, median: float, most: float) -> None:
     """Its own rows, which the constants have seen or not; memory has none."""
     rows = validate(published("own"), leave_out=leave_out)

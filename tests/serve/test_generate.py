@@ -45,6 +45,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str, tmp_pat
             text.append(token)
 
 
+@pytest.mark.drawn(group="whole runs")
 def test_the_command_continues_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "source.txt"  # not the built-in corpus, which is another with every Python
     source.write_text("def one(): return 1\n" * 40)

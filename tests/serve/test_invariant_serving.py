@@ -214,7 +214,7 @@ def test_what_can_not_be_had_is_refused(
     ],
     ids=lambda case: case if isinstance(case, str) else " ".join(f"{axis}={size}" for axis, size in case.items()),
 )
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="ranks that serve")
 def test_ranks_give_the_same_bits_whatever_the_schedule(
     ranks: RankPool, axes: dict[str, int], family: str, request: pytest.FixtureRequest
 ) -> None:

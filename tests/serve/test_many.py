@@ -55,7 +55,7 @@ ALL = list(all_layouts())
 
 
 @pytest.mark.parametrize(("axes", "families"), SMALL, ids=[name_of(axes) for axes, _ in SMALL])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(group="ranks that serve")
 def test_layouts_answer_as_the_uncached_model(
     axes: dict[str, int], families: list[str], ranks: RankPool, request: pytest.FixtureRequest
 ) -> None:
@@ -64,7 +64,7 @@ def test_layouts_answer_as_the_uncached_model(
 
 
 @pytest.mark.parametrize(("axes", "family", "way"), SPECULATING, ids=[name_of(axes) for axes, _, _ in SPECULATING])
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="ranks that serve")
 def test_layouts_verify_guesses(
     axes: dict[str, int], family: str, way: str, ranks: RankPool, request: pytest.FixtureRequest
 ) -> None:

@@ -142,6 +142,7 @@ def pretrained(folder: Path, name: str, **more: Any) -> Path:
     return folder / name
 
 
+@pytest.mark.drawn(group="whole runs")
 def test_what_is_stored_teaches_as_the_network_does(sets: Path, ranks: RankPool, capsys: Any) -> None:
     """Also what two ranks of another layout wrote, and of a reference as of a teacher."""
     pretrained(sets, "begin")

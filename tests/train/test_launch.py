@@ -48,6 +48,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.drawn(group="commands")
 def test_the_command_starts_its_ranks_and_the_curve_is_that_of_one(several: Path) -> None:
     train(tiny_run(**KEYS), several / "alone")
     for log in (several / "several" / "logs").glob("rank-*.log"):

@@ -81,7 +81,7 @@ def test_a_run_folder_holds_what_scripts_rely_on(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     "keys", [dict(), pytest.param(dict(optimizer="muon", dtype="float16"), marks=LARGE), dict(dtype="float64")], ids=str
 )
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="whole runs")
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, keys: dict[str, Any]) -> None:
     whole = make_run(schedule="constant", **keys)
     train(whole, tmp_path / "whole")

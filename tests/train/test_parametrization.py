@@ -95,6 +95,7 @@ LARGE = pytest.mark.large(
     ],
     ids=str,
 )
+@pytest.mark.drawn(group="whole runs")
 def test_every_layout_computes_the_same(ranks: RankPool, model: str, layout: dict[str, Any], optimizer: str) -> None:
     settings = cases.layers_for(layout) | dict(optimizer=optimizer) | MUP
     want = one_process(model, microbatch=1, **settings)

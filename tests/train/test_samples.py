@@ -32,6 +32,7 @@ def train_rank(rank: int, run: Run, out: Path) -> None:
     train(run, out)
 
 
+@pytest.mark.drawn(group="whole runs")
 def test_samples_are_written_followed_and_the_same_when_sharded(tmp_path: Path, ranks: RankPool) -> None:
     run = sampled()
     train(run, tmp_path / "one")

@@ -173,6 +173,7 @@ def test_an_overflowing_float16_step_is_skipped_and_the_scale_halved() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(before, train_state.model.parameters(), strict=True))
 
 
+@pytest.mark.drawn(group="whole runs")
 def test_balancing_evens_the_load_of_experts() -> None:
     def spread(rate: float) -> float:
         run = make_run(MIXTURE | dict(dense_layers=0), balance_rate=rate, lr=1e-4, global_batch=8)
@@ -188,6 +189,7 @@ def test_balancing_evens_the_load_of_experts() -> None:
     assert spread(0.0) > 1.8
 
 
+@pytest.mark.drawn(group="whole runs")
 def test_the_balance_loss_pulls_the_router_towards_even_probabilities() -> None:
     def unevenness(weight: float) -> float:
         run = make_run(dict(experts=4, experts_per_token=1), balance_loss=weight, lr=1e-2, seed=3)

@@ -46,7 +46,7 @@ def test_a_round_does_what_its_plan_says(task: Path, adapter: dict[str, Any], se
 @pytest.mark.parametrize(
     "layout", [dict(shard=2), dict(tensor=2), dict(pipeline=2)], ids=lambda layout: "-".join(layout)
 )
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="grpo on ranks")
 def test_a_round_on_ranks(ranks: RankPool, task: Path, layout: dict[str, Any]) -> None:
     """Engines cut as the trainer is: what each rank holds, what it sends for the weights of others, steps and tokens."""
     sent = 0.0

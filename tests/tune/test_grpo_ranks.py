@@ -34,7 +34,7 @@ EXPERTS = MODEL | TO_EXPERTS
 
 
 @pytest.mark.parametrize("layout", AXES, ids=lambda layout: "-".join(layout))
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="grpo on ranks")
 def test_every_axis_learns_the_same(ranks: RankPool, task: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Two steps of each round, so that log-probabilities of before are needed; groups without a difference left out."""
     objective = dict(variant="dapo", iterations=2, filter_rounds=2)
@@ -54,7 +54,7 @@ def test_every_axis_learns_the_same(ranks: RankPool, task: Path, tmp_path: Path,
     ],
     ids=["experts", "interleaved", "copied heads", "both ends"],
 )
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="grpo on ranks")
 def test_engines_cut_otherwise_than_the_trainer_answer_the_same(
     ranks: RankPool, task: Path, tmp_path: Path, layout: dict[str, Any], model: dict[str, Any]
 ) -> None:
@@ -77,7 +77,7 @@ CUT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("cut", CUT)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="grpo on ranks")
 def test_a_round_made_beside_training_by_engines_on_several_ranks(
     ranks: RankPool, task: Path, tmp_path: Path, cut: str
 ) -> None:
@@ -93,7 +93,7 @@ def test_a_round_made_beside_training_by_engines_on_several_ranks(
 
 
 @pytest.mark.parametrize("cut", CUT)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="grpo on ranks")
 def test_invariant_engines_on_several_ranks(ranks: RankPool, task: Path, tmp_path: Path, cut: str) -> None:
     """As one process; and where nothing is added up over ranks, its logprobs are the bits of the trainer's."""
     layout, model = CUT[cut]
@@ -129,6 +129,7 @@ def test_an_asynchronous_pipeline_answers_with_the_weights_of_a_checkpoint(
         assert other | dict(grad_norm=0) == one | dict(grad_norm=0)
 
 
+@pytest.mark.drawn(group="grpo on ranks")
 def test_a_reference_is_the_same_on_shards(ranks: RankPool, task: Path, tmp_path: Path) -> None:
     train(grpo_run(task, train=dict(steps=1)), tmp_path / "first", open_source=source_of)
 
@@ -155,7 +156,7 @@ LARGE = pytest.mark.large("packed answers on every axis; the small tier has two"
     ids=lambda layout: "-".join(layout),
 )
 @pytest.mark.parametrize("variant", ["grpo", pytest.param("dapo", marks=LARGE)])
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="grpo on ranks")
 def test_packed_answers_teach_what_they_teach_alone(
     ranks: RankPool, task: Path, tmp_path: Path, layout: dict[str, Any], variant: str
 ) -> None:
@@ -201,7 +202,7 @@ WIDE = MODEL | dict(hidden=128, ffn=256)
     ],
     ids=["lora", "dora", "qlora"],
 )
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="grpo on ranks")
 def test_adapters_are_merged_for_the_engine(
     ranks: RankPool, task: Path, tmp_path: Path, layout: dict[str, Any], adapter: dict[str, Any], model: dict[str, Any]
 ) -> None:
@@ -228,7 +229,7 @@ def stored_bytes(rank: int, run: Run) -> int:
 
 @pytest.mark.parametrize("layout", [dict(replicate=2), dict(shard=2)], ids=lambda layout: "-".join(layout))
 @pytest.mark.parametrize("kind", ["lora", "dora", "qlora"])
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="grpo on ranks")
 def test_the_engine_holds_of_adapted_matrices_what_the_plan_says(
     ranks: RankPool, task: Path, kind: str, layout: dict[str, Any]
 ) -> None:

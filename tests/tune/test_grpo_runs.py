@@ -67,6 +67,7 @@ def test_the_engine_reads_the_trainers_memory_and_sees_its_steps(task: Path) -> 
         assert torch.allclose(expected, torch.tensor(logprobs, dtype=torch.float64), atol=1e-10, rtol=0)
 
 
+@pytest.mark.drawn(group="whole runs")
 def test_a_run_learns_its_task(task: Path, tmp_path: Path) -> None:
     file = tmp_path / "letters.py"
     file.write_text(
@@ -101,7 +102,7 @@ def test_a_plan_counts_no_padding(task: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "ahead"])
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="whole runs")
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(task: Path, tmp_path: Path, kind: str) -> None:
     """Also where the stop falls between the steps of one round of answers."""
     more: dict[str, Any] = dict(minibatches=2, iterations=2) if kind == "dr_grpo" else {}
@@ -128,6 +129,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(task: Path, tmp_path: Path,
     assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
 
 
+@pytest.mark.drawn(group="whole runs")
 def test_a_resumed_run_keeps_its_selection_biases_beside_a_reference(task: Path, tmp_path: Path) -> None:
     """Biases are trained too: reading the reference's weights must not put back those that training began with."""
     model = dict(experts=4, experts_per_token=2, router="sigmoid")

@@ -32,7 +32,7 @@ def play(seed: int, count: int) -> None:
 
 
 def test_schedules_of_this_commit(pytestconfig: pytest.Config) -> None:
-    play(pytestconfig.option.seed, 200)
+    play(pytestconfig.option.seed, 60)
 
 
 @pytest.mark.large("what one schedule in thousands does: preemption, forks, drafts and windows at once")

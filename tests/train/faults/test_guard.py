@@ -132,6 +132,7 @@ def test_a_rollback_goes_on_as_if_the_batch_had_never_been(tmp_path: Path, monke
     assert sum(e["what"] == "bad" for e in read_events(tmp_path / "part")) == 1
 
 
+@pytest.mark.drawn(group="whole runs")
 def test_a_rollback_frees_the_train_state_before_the_next_one_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
