@@ -13,10 +13,9 @@ import random
 import pytest
 
 GROUPS = {
-    "asynchronous": 1,
     "broken traces": 2,
     "browser": 2,
-    "commands": 2,
+    "commands": 1,
     "compiled": 1,
     "crashes": 1,
     "dry ranks": 4,
@@ -33,7 +32,7 @@ GROUPS = {
     "profiles": 2,
     "published": 2,
     "ranks that serve": 2,
-    "resharding": 2,
+    "resharding": 3,
     "rounding": 1,
     "searches": 2,
     "servers": 1,

@@ -52,7 +52,7 @@ LAYOUTS: list[Any] = [
 
 
 @pytest.mark.parametrize(("layout", "keys"), LAYOUTS, ids=str)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="resharding")
 def test_a_stopped_run_is_the_unbroken_one_bit_for_bit(
     ranks: RankPool, tmp_path: Path, layout: dict[str, Any], keys: dict[str, Any]
 ) -> None:

@@ -55,7 +55,7 @@ def local_shards(rank: int, run: Run) -> dict[str, Any]:
     ],
     ids=str,
 )
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="resharding")
 def test_each_rank_holds_its_shard(
     ranks: RankPool, tmp_path: Path, model: str, layout: dict[str, Any], imported: bool
 ) -> None:

@@ -90,6 +90,7 @@ def test_seed_weights_and_documents_reach_the_samples(hundred: TokenSet, write_s
     assert apart.validation.take([0]).positions is not None
 
 
+@pytest.mark.drawn(group="whole runs")
 def test_weights_reach_the_prompts(tmp_path: Path) -> None:
     for name in "ab":
         rows = (json.dumps({"prompt": f"{name} question {number}"}) + "\n" for number in range(100))

@@ -56,6 +56,7 @@ def resnet50() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
 
 
+@pytest.mark.drawn(group="profiles")
 def test_resnet_50_has_4_09_gmacs() -> None:
     with torch.device("meta"):
         model, x = resnet50(), torch.empty(1, 3, 224, 224)

@@ -23,7 +23,7 @@ STEPS = 5
 LARGE = pytest.mark.large(
     "more ranks and microbatches, tensor ranks and recomputation; the small tier has each schedule"
 )
-DRAWN = pytest.mark.drawn(group="asynchronous")
+DRAWN = pytest.mark.drawn(group="outer")
 RUNS: list[Any] = [
     ("dense", dict(pipeline=2, schedule="pipedream"), dict(global_batch=1, microbatch=1)),
     ("dense", dict(pipeline=2, schedule="pipedream-2bw"), dict(global_batch=4, microbatch=2)),
