@@ -13,14 +13,14 @@ import random
 import pytest
 
 GROUPS = {
-    "broken traces": 2,
+    "broken traces": 1,
     "browser": 2,
     "commands": 1,
     "compiled": 1,
     "crashes": 1,
-    "dry ranks": 4,
+    "dry ranks": 3,
     "fp8": 1,
-    "grpo on ranks": 4,
+    "grpo on ranks": 3,
     "kernels": 1,
     "laws": 1,
     "memory": 1,
@@ -28,7 +28,7 @@ GROUPS = {
     "pages": 2,
     "pages with ranks": 1,
     "plans that serve": 2,
-    "preparation": 3,
+    "preparation": 2,
     "profiles": 2,
     "published": 2,
     "ranks that serve": 2,
@@ -37,7 +37,7 @@ GROUPS = {
     "searches": 2,
     "servers": 1,
     "soaks": 1,
-    "whole runs": 5,
+    "whole runs": 4,
 }
 """How many of its tests the small tier takes of a group: tests that start ranks by the command or disturb them (a run that suffers
 every kind of fault is always there), dry ranks beside their plan, memory and profiles of what other tests count, kernels in the

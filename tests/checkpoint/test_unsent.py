@@ -50,7 +50,7 @@ def unsent(rank: int, run: Run, out: Path | None) -> dict[str, Any]:
     ],
     ids=str,
 )
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="resharding")
 def test_a_run_goes_on_bit_for_bit(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
     run = cases.make_run("dense", layout, steps=LAST, layers=2)
     ranks.run(run.layout.world, checkpoint_cases.train_and_save, run, tmp_path, BEFORE)
@@ -63,7 +63,7 @@ def test_a_run_goes_on_bit_for_bit(ranks: RankPool, tmp_path: Path, layout: dict
 
 
 @pytest.mark.parametrize("after", [dict(replicate=2, shard=2), dict(replicate=4)], ids=str)
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(group="resharding")
 def test_on_another_layout_nothing_is_lost(ranks: RankPool, tmp_path: Path, after: dict[str, Any]) -> None:
     compress = dict(compress="topk", compress_density=0.02)
     before = cases.make_run("dense", dict(replicate=2) | compress, steps=LAST, layers=2)

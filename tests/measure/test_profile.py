@@ -56,6 +56,10 @@ def spans(folder: Path, rank: int) -> list[dict[str, Any]]:
     return sorted((e for e in events if e.get("ph") == "X"), key=lambda e: e["ts"])
 
 
+SHARED = pytest.mark.drawn(group="profiles", unit="a profile of ranks")
+"""Tests that read the same profile are drawn together."""
+
+
 @pytest.fixture(scope="module")
 def profile(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four ranks, two steps."""
@@ -84,12 +88,13 @@ def axes_as_planned(profile: Path, rank: int) -> set[str]:
     return {axis for axis, _ in sent}
 
 
-@pytest.mark.drawn(group="profiles")
+@SHARED
 def test_every_byte_is_on_its_axis_as_planned(profile: Path) -> None:
     for rank in range(4):
         assert axes_as_planned(profile, rank) == {"tensor", "pipeline", "world"}
 
 
+@SHARED
 def test_the_executed_actions_are_the_schedule(profile: Path) -> None:
     run = read_run(profile / "run.toml", [])
     manifest = json.loads((profile / "profile.json").read_text())
@@ -102,6 +107,7 @@ def test_the_executed_actions_are_the_schedule(profile: Path) -> None:
         assert manifest["pipeline_ranks"][rank] == rank // 2
 
 
+@SHARED
 def test_the_trace_reader_reads_what_was_planned(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every byte on its axis, the executed schedule and its bubble, the time to the nanosecond: from the files alone."""
     assert main(["trace", str(profile), "--json", "--no-cache"]) == 0
@@ -131,6 +137,7 @@ def test_the_trace_reader_reads_what_was_planned(profile: Path, capsys: pytest.C
     assert min(said["modules"]["attributed"].values()) > 0.8
 
 
+@SHARED
 def test_steps_modules_and_phases_are_labelled(profile: Path) -> None:
     names = [event["name"] for event in spans(profile, 3)]
     assert sum(name.startswith("ProfilerStep#") for name in names) == STEPS
@@ -142,6 +149,7 @@ def test_steps_modules_and_phases_are_labelled(profile: Path) -> None:
     assert {label.words[0] for label in labels if label.kind == "phase"} == {"data", "gradients", "clip", "optimizer"}
 
 
+@SHARED
 def test_what_lies_beside_the_traces(profile: Path) -> None:
     manifest = json.loads((profile / "profile.json").read_text())
     assert manifest["complete"]

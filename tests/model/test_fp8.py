@@ -236,6 +236,7 @@ def counting_backend(graphs: list[Counter[str]]) -> Any:
 
 
 @pytest.mark.parametrize("scaling", GEMMS)
+@pytest.mark.drawn(group="compiled")
 def test_compiled_a_gathered_matrix_is_transposed_in_the_backward_pass(scaling: str) -> None:
     """A transposed copy that is made in the forward pass is saved until the backward pass, for every microbatch anew."""
     weight, graphs = numbers(32, 16), list[Counter[str]]()

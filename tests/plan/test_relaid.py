@@ -59,7 +59,7 @@ def test_stages_of_a_pipeline_of_one_rank_are_all_its_own(schedule: str) -> None
     assert {Relaying(run, 0).home(name) for name in needed(run, 0)} == {0}
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("seed", range(12))
 def test_every_rank_gets_what_its_engine_holds(seed: int) -> None:
     """Played for all ranks, each with nothing but what it trains. What is sent is what is received, and as the plan says."""
