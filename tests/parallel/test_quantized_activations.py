@@ -24,7 +24,7 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("parallel", {}, "float64"),
     ("mixture", {}, "float32"),
 ]
-LARGE = pytest.mark.large("other models, dtypes and tensor ranks; the small tier has every quantized tensor")
+LARGE = pytest.mark.large("other models, dtypes and tensor ranks; the small tier draws one with every quantized tensor")
 MASK = np.uint64(0xFFFFFFFF)
 
 

@@ -55,7 +55,6 @@ def trained(run: Run) -> list[torch.Tensor]:
         *(pytest.param(*each, marks=LARGE) for each in OTHERS),
     ],
 )
-@pytest.mark.drawn(1)
 def test_made_again_it_is_the_same_bits_and_the_bytes_of_the_plan(model: str, dtype: str) -> None:
     run = run_of(model, NOTHING, dtype=dtype)
     for one, other in zip(trained(run), trained(run_of(model, 0.0, dtype=dtype)), strict=True):

@@ -44,7 +44,6 @@ def trained(run: Run) -> list[torch.Tensor]:
     ("model", "dtype"),
     [(PLAIN, "float32"), ("dense + alibi", "bfloat16"), *(pytest.param(*each, marks=LARGE) for each in OTHERS)],
 )
-@pytest.mark.drawn(1)
 def test_on_the_host_it_is_the_same_bits_and_the_bytes_of_the_plan(model: str, dtype: str) -> None:
     run = run_of(model, "host", dtype=dtype)
     for one, other in zip(trained(run), trained(run_of(model, "device", dtype=dtype)), strict=True):

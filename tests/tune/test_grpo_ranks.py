@@ -143,7 +143,7 @@ def test_a_reference_is_the_same_on_shards(ranks: RankPool, task: Path, tmp_path
     assert found[-1]["kl"] > 1e-6
 
 
-LARGE = pytest.mark.large("packed answers on every axis; the small tier has two")
+LARGE = pytest.mark.large("packed answers on every axis; the small tier draws of two")
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_the_engine_holds_of_adapted_matrices_what_the_plan_says(
     assert ranks.run(2, stored_bytes, run) == [own_weight_bytes(run, gpu=False)] * 2
 
 
-@pytest.mark.large("pairs of axes, experts and drawn layouts; the small tier has each axis alone")
+@pytest.mark.large("pairs of axes, experts and drawn layouts; the small tier has one axis at a time")
 @pytest.mark.parametrize("number", range(12))
 def test_drawn_layouts_learn_the_same(ranks: RankPool, task: Path, tmp_path: Path, number: int) -> None:
     draw = random.Random(number)
