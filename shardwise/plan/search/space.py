@@ -195,3 +195,13 @@ def with_choices(run: Run, size: Sizes, words: dict[str, Any], devices: int, per
     inside = min(per_node, devices)
     cluster = replace(run.cluster, nodes=devices // inside, devices_per_node=inside)
     return replace(run, train=train, layout=layout, cluster=cluster)
+
+
+def distinct(*columns: Array) -> tuple[list[Array], Array]:
+    """The distinct rows of some columns, as columns of floats, and for each row the index of its distinct row."""
+    code = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        values, which = np.unique(column, return_inverse=True)
+        code = code * len(values) + which
+    _, first, back = np.unique(code, return_index=True, return_inverse=True)
+    return [column[first].astype(float) for column in columns], back.ravel()

@@ -22,7 +22,7 @@ from shardwise.plan.cost.operations import chunked_loss, embedding, head, layer,
 from shardwise.plan.cost.ops import OpList
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, ends_parameters, layer_parameters
 from shardwise.plan.cost.passes import ModuleCost, NetworkCost, passes
-from shardwise.plan.search.space import Choices, Sizes
+from shardwise.plan.search.space import Choices, Sizes, distinct
 from shardwise.plan.time.data import DataSeconds, data_seconds
 from shardwise.plan.time.step import hop_seconds
 from shardwise.run.axes import BIDIRECTIONAL, LOOPED, V_SHAPED
@@ -99,7 +99,7 @@ class LayerTable:
         more = (sizes.pipeline, sizes.shard) if "budget" in choices.recompute else ()
         devices = sizes.replicate * sizes.shard * sizes.context * sizes.tensor * sizes.pipeline
         sharded = handled(sizes.into(job.layout), devices)
-        keys, self.row = _unique(sizes.tensor, sizes.context, sizes.expert, sizes.microbatch, added, *sharded, *more)
+        keys, self.row = distinct(sizes.tensor, sizes.context, sizes.expert, sizes.microbatch, added, *sharded, *more)
         t, c, e, b, added, dense, experts, *ranks = keys
         self.size = len(t)
         replicas = job.global_batch / (b * added)
@@ -228,7 +228,7 @@ class ParameterTable:
     def __init__(
         self, job: Job, sizes: Sizes, choices: Choices, splits: Iterable[StageSplit], expert_tensor: bool
     ) -> None:
-        keys, self.row = _unique(sizes.tensor, sizes.replicate, sizes.expert, sizes.shard * sizes.context)
+        keys, self.row = distinct(sizes.tensor, sizes.replicate, sizes.expert, sizes.shard * sizes.context)
         t, r, e, z = keys
         layout = replace(job.layout, tensor=t, replicate=r, expert=e, shard=z, context=1, expert_tensor=expert_tensor)
         self.zero, self.devices = choices.zero, job.layout.replicate
@@ -378,6 +378,10 @@ def rows_of(job: Job, sizes: Sizes) -> Rows:
         loss, saved = rows * columns * both / chunks + matrix, entering
     width = np.maximum(m.ffn, m.expert_ffn * m.experts_per_token) / sizes.tensor
     passing = (2.0 if m.gated else 1.0) * rows * width * job.width * (job.framework.kernels != "compiled")
+    if m.experts and job.framework.kernels == "compiled":  # experts of other ranks are not
+        routed, matrix = rows / sizes.tensor * m.experts_per_token, m.experts / sizes.expert * m.expert_ffn * m.hidden
+        most = np.maximum(2.0 * routed * m.expert_ffn + matrix, routed * m.hidden + 3.0 * matrix)
+        passing = passing + most * job.width * (sizes.expert > 1)
     return Rows(hop_seconds(every), buffers(every), loss, saved, passing)
 
 
@@ -387,13 +391,3 @@ def _copied_keys(job: Job) -> Array:
     if m.attention != "grouped":
         return 0.0 * t
     return 2.0 * m.hidden * m.kv_heads * m.head_dim * (1.0 - 1.0 / t) * (t > m.kv_heads)
-
-
-def _unique(*columns: Array) -> tuple[list[Array], Array]:
-    """The distinct rows of some columns, as columns of floats, and for each row the index of its distinct row."""
-    code = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        values, which = np.unique(column, return_inverse=True)
-        code = code * len(values) + which
-    _, first, back = np.unique(code, return_index=True, return_inverse=True)
-    return [column[first].astype(float) for column in columns], back.ravel()
