@@ -89,7 +89,7 @@ class Fitting:
     played: dict[Candidate, float] = field(default_factory=dict)
     """Step seconds of all simulated candidates."""
     has_best: bool = False
-    """Whether a layout that fits was found, the best of this space."""
+    """Whether the best layout is known, of this space or of another one that is searched with it."""
     too_full: int = 0
     """Layouts that would fit, but leave no room for the engine that generates a run's rollouts."""
     _known: dict[Candidate, FittingLayout | None] = field(default_factory=dict)
@@ -140,14 +140,13 @@ class Fitting:
         return LEAST_TIME_OF_SPLIT if split else LEAST_TIME
 
     def _share(self, certain: float) -> float:
-        """The same behind the best layout."""
+        """The same, higher once the best layout is known."""
         return max(certain, LEAST_TIME_OF_REST) if certain and self.has_best else certain
 
-    def least(self, has_best: bool = False) -> float:
-        """A lower bound on the step seconds of the space, from screening alone: known before any simulation. Where another space
-        has the best layout already, a likely one."""
+    def least(self) -> float:
+        """A lower bound on the step seconds of the space, from screening alone: known before any simulation. Once the best layout
+        is known, a likely one."""
         candidates, certain = self._first_pool
-        self.has_best |= has_best
         return self._share(certain) * min(candidates.found[0].seconds, candidates.complete) if candidates.found else 0.0
 
     @cached_property

@@ -159,9 +159,7 @@ def screen_all(space: Space, most: int, most_memory: float, *, lean: bool = True
     some, quick, pool = (_Pool(most_memory, most, it) for it in (False, False, lean))
     groups = sorted(space.groups, key=lambda one: one.promises)
     for group in groups:
-        if (
-            group.promises > some.limit / SLOWER
-        ):  # neither this group nor those behind it are faster than the best so far
+        if group.promises > some.limit / SLOWER:  # no group from here on is faster than the best so far
             break
         for one in group.screen(group.schedules[:1], group.rows()[::SAMPLE], some):
             some.rank(some.look(one))

@@ -203,12 +203,13 @@ def _merged(several: Sequence[Fitting]) -> Iterator[FittingLayout]:
     heapq.heapify(waiting)
     has_best = False
     while waiting:
-        worth, _, n, one = heapq.heappop(waiting)
+        _, _, n, one = heapq.heappop(waiting)
         if one is not None:
             has_best = True
             yield one
-        elif has_best and worth < (later := rounded_seconds(several[n].least(has_best) * several[n].space.devices)):
-            heapq.heappush(waiting, (later, 0.0, n, None))
+        elif has_best and not several[n].has_best:  # another space has the best one: this one may come later
+            several[n].has_best = True
+            heapq.heappush(waiting, (rounded_seconds(several[n].least() * several[n].space.devices), 0.0, n, None))
             continue
         following = next(streams[n], None)
         if following is not None:
