@@ -33,7 +33,7 @@ from shardwise.model.device import choose_device
 from shardwise.parallel.mesh import PIPELINE_GROUPS, Mesh
 from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.time.step import rank_time
-from shardwise.plan.trainer.memory import memory_of
+from shardwise.plan.trainer.memory import memory_of_rank
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.coordinates import GROUPS, RankCoordinates, group_span
 from shardwise.trace.kernel_names import category_of
@@ -239,7 +239,7 @@ def _beside(run: Run, job: Job, rank: int, measured: _Measured) -> Iterator[Diff
     place = RankCoordinates(run.layout, rank)
     planned = rank_time(job, place.index("pipeline"))
     parts = planned.parts
-    owners = memory_of(run, job).ranks[place.index("pipeline")]
+    owners = memory_of_rank(run, job, rank)
     # Libraries' memory and the allocator's waste are reserved, but never requested from the allocator.
     memory = {name: size for name, size in owners.items() if name != "workspace"}
     compute = sum(parts[name] for name in COMPUTE) + parts["optimizer"]

@@ -188,8 +188,11 @@ def tolerance_of(account: str, tolerance: float | Mapping[str, float]) -> float:
 
 
 def beyond(difference: Difference, tolerance: float | Mapping[str, float]) -> bool:
-    """Whether two numbers differ by more than the tolerance; NaN always does."""
-    return not abs(difference.relative) <= tolerance_of(difference.account, tolerance)
+    """Whether two numbers differ by more than the tolerance of their quantity ("account: name") or else of their account; NaN
+    always does."""
+    quantity = f"{difference.account}: {difference.name}"
+    by_quantity = isinstance(tolerance, Mapping) and quantity in tolerance
+    return not abs(difference.relative) <= tolerance_of(quantity if by_quantity else difference.account, tolerance)
 
 
 def agreement(differences: Sequence[Difference], tolerance: float | Mapping[str, float]) -> str:

@@ -17,6 +17,7 @@ from shardwise.measure.rehearse import Rehearsal, planned_seconds, rehearse
 from shardwise.measure.stand_in import repeat, stand_in_collectives
 from shardwise.plan.cost.job import job_of
 from shardwise.plan.plan import plan
+from shardwise.report.pick import agreement
 from shardwise.run import Run, UserError, read_run
 
 SMALL = ("model.layers=4", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.vocab=64", "train.seq_len=32",
@@ -52,6 +53,15 @@ def test_copies_that_double_fill_any_length() -> None:
         out = torch.empty(length)
         repeat(torch.arange(3.0), out)
         assert out.tolist() == [float(n % 3) for n in range(length)]
+
+
+def test_a_rank_is_compared_with_its_own_plan_and_what_differs_is_said() -> None:
+    """Of 65 tokens the second of two tensor ranks holds one row less than the first."""
+    run = small("model.vocab=65", "layout.tensor=2", "layout.pipeline=2")
+    assert rehearse(run, 1, steps=1, warmup=1).agrees
+    differs = Difference("memory", "memory parameters", 100.0, 99.0), Difference("time", "time step", 1.0, 3.0)
+    judged = dict.fromkeys(("time", "memory"), float("inf")) | {"memory: memory parameters": 0.0}
+    assert agreement(differs, judged) == "1 of 2 quantities differs by more than the tolerance."
 
 
 def test_tokens_are_routed_evenly_in_the_plan_too() -> None:

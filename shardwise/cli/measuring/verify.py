@@ -118,7 +118,7 @@ def _rehearse(run: Run, args: argparse.Namespace) -> int:
             "without a GPU, kernels and the peak of memory are not measured: parameters and optimizer are judged"
         )
     notes += [args.left_open] * bool(args.left_open)
-    shown = dict.fromkeys(("time", "memory", "launches"), float("inf")) | found.tolerance
+    shown = {f"{d.account}: {d.name}": found.tolerance.get(d.name, float("inf")) for d in found.quantities}
     if args.html:
         from shardwise.report import html
 

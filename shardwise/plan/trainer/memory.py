@@ -41,6 +41,13 @@ def memory_of(run: Run, job: Job) -> Memory:
     return Memory(tuple(map(ranks.at, first_ranks(run))), ranks.capacity)
 
 
+def memory_of_rank(run: Run, job: Job, rank: int) -> dict[str, float]:
+    """Bytes of one rank by owner. `memory_of` has the first rank of each stage, whose slices may be a row larger than another's."""
+    if not _is_exact(run, job):
+        return dict(memory(job).ranks[planned_rank(run, rank).index("pipeline")])
+    return _Ranks(run, job).at(rank)
+
+
 def memory_that_fits(run: Run, job: Job, most: float = math.inf) -> Memory | None:
     """The memory of a run as this job, or None where it exceeds the memory of a device, or `most`. Ranks near the ends of the
     pipeline go first: they find most runs that do not fit, in a fraction of the time that all ranks take."""
