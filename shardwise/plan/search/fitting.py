@@ -8,7 +8,7 @@ that half of the candidates need not be simulated. Memory is counted to the byte
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -20,6 +20,7 @@ from shardwise.ledger import Memory
 from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import leanest
+from shardwise.plan.search.beside import beside
 from shardwise.plan.search.play import play
 from shardwise.plan.search.pool import (
     LEAST_MEMORY,
@@ -95,6 +96,8 @@ class Fitting:
     _known: dict[Candidate, FittingLayout | None] = field(default_factory=dict)
     _most: int = 0
     """The size of the last pool; 0 in a small space."""
+    _screening: Callable[[], Any] | None = None
+    """Waits for the first pool, if it is screened on another core."""
 
     def __iter__(self) -> Iterator[FittingLayout]:
         """The best first; at equal times the one with the least memory."""
@@ -149,11 +152,26 @@ class Fitting:
         candidates, certain = self._first_pool
         return self._share(certain) * min(candidates.found[0].seconds, candidates.complete) if candidates.found else 0.0
 
+    def screen_beside(self) -> None:
+        """Start the screening of a large space on another core."""
+        if self.space.count > PLAY_ALL:
+            self._screening = beside(self._numbered)
+
+    def _numbered(self) -> tuple[list[tuple[float, float, int, LayoutIndex]], float]:
+        """The first pool of a large space, with numbers in place of groups, which would bring their tables along."""
+        numbers = {group: n for n, group in enumerate(self.space.groups)}
+        pool = self._fastest(max(POOL, 4 * self.keep))
+        return [(s, memory, numbers[group], layout) for s, memory, group, layout in pool.found], pool.complete
+
     @cached_property
     def _first_pool(self) -> tuple[Candidates, float]:
         if self.space.count <= PLAY_ALL:
             return all_candidates(self.space, self.space.capacity / LEAST_MEMORY), 0.0
-        return self._fastest(max(POOL, 4 * self.keep)), self._certain
+        if self._screening is None:
+            return self._fastest(max(POOL, 4 * self.keep)), self._certain
+        (found, complete), self._most = self._screening(), max(POOL, 4 * self.keep)
+        groups = self.space.groups
+        return Candidates([Candidate(s, b, groups[n], layout) for s, b, n, layout in found], complete), self._certain
 
     def _fastest(self, most: int) -> Candidates:
         """The `most` fastest candidates of a large space, and all others that are no slower."""

@@ -13,13 +13,14 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from typing import Any
 
 from shardwise.plan.cost.job import GIB, job_of
 from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal, nothing_there, sentence
+from shardwise.plan.search.beside import beside, cores
 from shardwise.plan.search.fitting import LEANER, Fitting, FittingLayout, front, rounded_seconds
 from shardwise.plan.search.screen import Space
 from shardwise.plan.serving.rollouts import plan_rollouts
@@ -95,6 +96,8 @@ def _search(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: 
     counts, per_node = counts_of(run, devices, keep, max_microbatch)
     by_count = [[Fitting(space, keep) for space in spaces_of(run, count, per_node, max_microbatch)] for count in counts]
     spaces = [fitting for several in by_count for fitting in several]
+    for one in spaces[1 : cores()]:
+        one.screen_beside()
     streams = [_merged(several) for several in by_count]
     firsts = [next(stream, None) for stream in streams]
     found = [first for first in firsts if first is not None]
@@ -106,13 +109,10 @@ def _search(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: 
         raise nothing_fits(run, [one.space for one in spaces if one.space.count])
     answers = run.objective.kind == "grpo"
     # In a run that generates its own rollouts, free memory belongs to the inference engine.
-    best = min(found, key=_worth)
-    kept = _kept(best, spaces) if "recompute" not in run.layout.fixed and not answers else None
-    least = {best.candidate.group.space.devices: kept[0].account.memory.peak} if kept is not None else {}
+    keeps = "recompute" not in run.layout.fixed and not answers
+    kept_beside = beside(partial(_kept, min(found, key=_worth), spaces)) if keeps else None
     streams = [
-        _apart(chain([first], stream), least.get(first.candidate.group.space.devices, math.inf))
-        for first, stream in zip(firsts, streams, strict=True)
-        if first is not None
+        _apart(chain([first], stream)) for first, stream in zip(firsts, streams, strict=True) if first is not None
     ]
     found = [next(stream) for stream in streams]
     wanted = max(keep, TRIED) if answers else keep
@@ -123,6 +123,7 @@ def _search(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: 
     changes = next_changes(
         [(*one.candidate[2:], plan.account.step_seconds) for one, plan in zip(found, ranking, strict=True)]
     )
+    kept = kept_beside() if kept_beside is not None else None
     if kept is not None:
         ranking, changes = [kept[0], *ranking], [kept[1], *changes]
         if len(ranking) > max(keep, sum(first is not None for first in firsts)):
@@ -216,10 +217,11 @@ def _merged(several: Sequence[Fitting]) -> Iterator[FittingLayout]:
             heapq.heappush(waiting, (*_worth(following), n, following))
 
 
-def _apart(fitting: Iterable[FittingLayout], least: float) -> Iterator[FittingLayout]:
+def _apart(fitting: Iterable[FittingLayout]) -> Iterator[FittingLayout]:
     """The fitting layouts, without those that differ from a better one only in the number of chunks and are not on the Pareto
-    front: they would crowd a ranking. `least` is the peak memory of a layout that is faster than all of them."""
+    front: they would crowd a ranking."""
     seen: set[tuple[Any, ...]] = set()
+    least = math.inf
     for one in fitting:
         group, (schedule, _, method, row) = one.candidate.group, one.candidate.layout
         same = (group, schedule, method, row)

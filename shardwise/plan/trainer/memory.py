@@ -92,7 +92,7 @@ class _Ranks:
 
 
 def _is_exact(run: Run, job: Job) -> bool:
-    return job.framework.family == "shardwise" and state.known(replace(run, train=replace(run.train, compile=False)))
+    return job.framework.family == "shardwise" and not run.layout.offload
 
 
 def _rank_memory(

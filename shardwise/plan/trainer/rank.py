@@ -267,13 +267,10 @@ class PlannedRank:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The stages of this rank, in the order of the network."""
-        lay, mine = self.run.layout, self.index("pipeline")
-        own = (
-            Stage(n, layers, *lay.has_ends(n))
-            for n, layers in enumerate(layers_of_stages(self.run))
-            if self.placement[n] == mine
-        )
-        return tuple(sorted(own, key=lambda stage: stage.number % lay.distinct_stages))
+        lay, mine, layers = self.run.layout, self.index("pipeline"), layers_of_stages(self.run)
+        own = [n for n, rank in enumerate(self.placement) if rank == mine]
+        own.sort(key=lambda n, distinct=lay.distinct_stages: n % distinct)  # type: ignore[misc]
+        return tuple(Stage(n, layers[n], *lay.has_ends(n)) for n in own)
 
     @cached_property
     def kinds(self) -> tuple[tuple[bool, bool, int, int], ...]:

@@ -197,7 +197,8 @@ def activations_at(planned: PlannedRank, each: Sequence[Saved] = ()) -> int:
         deferred[number] = stage.deferred
     schedule, longer = _short_schedule(run)
     own = replace(schedule, ranks=(schedule.ranks[planned.index("pipeline")],))
-    for number in {action.stage for action in own.ranks[0] if action.kind in ("E", "L")}:
+    passed_on = {action.stage for action in own.ranks[0] if action.kind in ("E", "L")} if schedule.partners else ()
+    for number in passed_on:
         handed[number] = handed_bytes(run, planned.rank, number)
     return round(peak_activations(own, whole, deferred, handed)[0] * longer)
 
