@@ -70,11 +70,8 @@ def plan_as(run: Run, facts: dict[str, Any]) -> Plan:
     )
     step = step_time(prepare(job), constants_of(job))
     grown = math.exp(shift)
-    step = replace(
-        step,
-        seconds=step.seconds * grown,
-        breakdown={**step.breakdown, "other": step.breakdown["other"] + step.seconds * (grown - 1)},
-    )
+    parts = {name: value * grown for name, value in step.breakdown.items()}
+    step = replace(step, seconds=step.seconds * grown, breakdown=parts)
     found = plan_job(run, job, step, memory(job))
     width = interval(classes_of(job, known_program=declared.known), len(declared.alternatives), spread)
     assumed = tuple(

@@ -131,6 +131,7 @@ def test_a_plan_as_another_program(capsys: pytest.CaptureFixture[str]) -> None:
     for program, plan in found.items():
         assert plan["step_seconds_low"] < plan["step_seconds"] < plan["step_seconds_high"]
         assert sum(plan["breakdown"].values()) == pytest.approx(plan["step_seconds"], rel=1e-6)
+        assert min(plan["breakdown"].values()) >= 0
         assert any(program.partition(":")[0] in note for note in plan["notes"])
 
 
