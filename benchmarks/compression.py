@@ -49,18 +49,18 @@ METHODS: dict[str, tuple[dict[str, Any], float]] = {
     "powersgd 4": (dict(compress="powersgd", compress_rank=4, compress_warmup=0.2), 0.01),
     "topk 1%": (dict(compress="topk", compress_warmup=0.2), 0.03),
     "topk 1%, momentum 0.9": (dict(compress="topk", compress_momentum=0.9, compress_warmup=0.2), 0.03),
-    "DiLoCo 14, int4": (dict(sync_every=14, compress="int4", compress_warmup=0.25), 0.03),
-    "DiLoCo 14, int4, gentle": (
-        dict(sync_every=14, compress="int4", compress_warmup=0.25, outer_momentum=0.4),
+    "DiLoCo 15, int4": (dict(sync_every=15, compress="int4", compress_warmup=0.25), 0.03),
+    "DiLoCo 15, int4, gentle": (
+        dict(sync_every=15, compress="int4", compress_warmup=0.25, outer_momentum=0.4),
         0.03,
     ),
-    "local SGD 14, int4": (
-        dict(sync_every=14, compress="int4", compress_warmup=0.25, outer_optimizer="average"),
+    "local SGD 15, int4": (
+        dict(sync_every=15, compress="int4", compress_warmup=0.25, outer_optimizer="average"),
         0.03,
     ),
     "powersgd 4, at once": (dict(compress="powersgd", compress_rank=4), 0.01),
     "topk 1%, at once": (dict(compress="topk", compress_density=0.01), 0.03),
-    "DiLoCo 14, int4, at once": (dict(sync_every=14, compress="int4"), 0.03),
+    "DiLoCo 15, int4, at once": (dict(sync_every=15, compress="int4"), 0.03),
     "DiLoCo 100": (dict(sync_every=100, compress_warmup=0.25), 0.03),
 }
 """Keys of the layout, and how far the loss may be above the uncompressed one's. A warm-up below 1 is a share of the steps."""

@@ -5,9 +5,9 @@ two TUN devices and a process that hands packets on, at so many Mbit/s and so ma
 the kernel. Four replicas train a small Llama over gloo. A step of each method is timed in the mean of whole rounds (`sync_every`),
 by turns with the others, and the speed-up is against gradients as they are (DistributedDataParallel).
 
-The plan says what the link adds to a step (`cluster.inter_gbs` is a rank's share of the link, `cluster.latency_ms` its delay); what
-the ranks compute by themselves is measured: the steps between two exchanges of a run that never speaks. The two together are the
-planned step.
+The plan says what the link adds to a step (`cluster.inter_gbs` is a rank's share of the link, `cluster.latency_ms` its delay): its
+step less that on a link without delay and of a thousand times the rate. What the ranks do besides, compressing included, is
+measured: the same steps without the link, all ranks in one machine. The two together are the planned step.
 
     python benchmarks/slow_network.py [--mbit 200] [--delay 10] [--rounds 3] [--methods int8 onebit] [--json FILE]
 """
@@ -41,7 +41,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "DiLoCo 20": dict(sync_every=20),
     "DiLoCo 20, int4": dict(sync_every=20, compress="int4"),
 }
-ALONE = dict(sync_every=100_000)
 MACHINES, EACH = 2, 2
 SPACES = ("shardwise-a", "shardwise-b")
 TUNSETIFF, IFF_TUN, IFF_NO_PI, CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000
@@ -49,18 +48,18 @@ MTU = 32_000
 PORT = 29_777
 
 
-def make_run(layout: dict[str, Any], options: argparse.Namespace) -> Any:
-    """The run of a method, on the machines that the link joins."""
+def make_run(layout: dict[str, Any], options: argparse.Namespace, faster: float = 1.0) -> Any:
+    """The run of a method, on the machines that the link joins, or a faster one."""
     from shardwise.run import run_from_dict
 
     ranks = MACHINES * EACH
-    share = options.mbit / 8e3 / EACH  # GB/s
+    share = faster * options.mbit / 8e3 / EACH  # GB/s
     return run_from_dict(
         dict(
             model=dict(layers=2, hidden=256, heads=4, vocab=2048),
             layout=dict(replicate=ranks) | layout,
             train=dict(steps=10**6, global_batch=ranks, seq_len=32, device="cpu", guard="none"),
-            cluster=dict(nodes=MACHINES, devices_per_node=EACH, inter_gbs=share, latency_ms=options.delay),
+            cluster=dict(nodes=MACHINES, devices_per_node=EACH, inter_gbs=share, latency_ms=options.delay / faster),
         )
     )
 
@@ -69,7 +68,8 @@ def planned(layout: dict[str, Any], options: argparse.Namespace) -> float:
     """Seconds that the link adds to a step, by the plan."""
     from shardwise.plan.plan import plan
 
-    return plan(make_run(layout, options)).account.breakdown["replicate"]
+    slow, fast = (plan(make_run(layout, options, faster)).account.breakdown["replicate"] for faster in (1.0, 1e3))
+    return slow - fast
 
 
 # The link.
@@ -155,14 +155,15 @@ def rank_of_a_machine(rank: int, options: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"tcp://10.77.0.1:{PORT}", rank=rank, world_size=MACHINES * EACH)
-    layouts = {"alone": ALONE} | {name: METHODS[name] for name in options.methods}
+    host = "127.0.0.1" if options.together else "10.77.0.1"
+    dist.init_process_group("gloo", init_method=f"tcp://{host}:{PORT}", rank=rank, world_size=MACHINES * EACH)
+    layouts = {name: METHODS[name] for name in options.methods}
     states = {name: TrainState(behind_warmup(make_run(layout, options))) for name, layout in layouts.items()}
     seconds: dict[str, list[float]] = {name: [] for name in layouts}
     for number in range(options.rounds + 1):  # the first is a warm-up
         for name, state in states.items():
             batch = random_batch(state.run, rank)
-            steps = layouts[name].get("sync_every", 3) if name != "alone" else 10
+            steps = layouts[name].get("sync_every", 3)
             dist.barrier()
             start = time.perf_counter()
             for _ in range(steps):
@@ -175,38 +176,41 @@ def rank_of_a_machine(rank: int, options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of a step of each method, round by round."""
+def measure(options: argparse.Namespace, together: bool) -> dict[str, list[float]]:
+    """Seconds of a step of each method, round by round: over the link, or with all ranks `together` in one machine."""
     this = [sys.executable, __file__]
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/seconds"
         passed = ["--mbit", str(options.mbit), "--delay", str(options.delay), "--rounds", str(options.rounds)]
         passed += ["--out", out, "--methods", *options.methods]
-        for space in SPACES:
-            subprocess.run(
-                ["ip", "netns", "del", space], check=False, stderr=subprocess.DEVNULL
-            )  # of a run that was killed
+        if together:
+            return run_ranks([[*this, *passed, "--together"] for _ in range(MACHINES * EACH)], "lo", out)
+        for space in SPACES:  # of a run that was killed
+            subprocess.run(["ip", "netns", "del", space], check=False, stderr=subprocess.DEVNULL)
             subprocess.run(["ip", "netns", "add", space], check=True)
         try:
             joined = subprocess.Popen([*this, *passed, "--link"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             assert joined.stdout is not None
             if joined.stdout.readline() != b"joined\n":
                 raise RuntimeError("the link between the namespaces could not be made")
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": "slow0", "OMP_NUM_THREADS": "1"}
-            ranks = [
-                subprocess.Popen(
-                    ["ip", "netns", "exec", SPACES[rank // EACH], *this, *passed, "--rank", str(rank)], env=environment
-                )
-                for rank in range(MACHINES * EACH)
-            ]
-            codes = [each.wait() for each in ranks]
+            inside = [["ip", "netns", "exec", SPACES[rank // EACH]] for rank in range(MACHINES * EACH)]
+            found = run_ranks([[*where, *this, *passed] for where in inside], "slow0", out)
             joined.kill()
-            if any(codes):
-                raise RuntimeError(f"ranks ended with {codes}")
-            return json.loads(Path(out).read_text())
+            return found
         finally:
             for space in SPACES:
                 subprocess.run(["ip", "netns", "del", space], check=False)
+
+
+def run_ranks(commands: list[list[str]], interface: str, out: str) -> dict[str, list[float]]:
+    """What the first rank wrote."""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen([*each, "--rank", str(n)], env=environment) for n, each in enumerate(commands)]
+    codes = [each.wait() for each in ranks]
+    if any(codes):
+        raise RuntimeError(f"ranks ended with {codes}")
+    found: dict[str, list[float]] = json.loads(Path(out).read_text())
+    return found
 
 
 def main() -> None:
@@ -219,6 +223,7 @@ def main() -> None:
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--link", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--together", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.link:
         return link(options.mbit, options.delay)
@@ -226,20 +231,24 @@ def main() -> None:
         return rank_of_a_machine(options.rank, options)
     if "none" not in options.methods:
         options.methods.insert(0, "none")
-    seconds = {name: statistics.median(each) for name, each in measure(options).items()}
-    alone, plain = seconds.pop("alone"), seconds["none"]
-    print(f"a step of the ranks alone: {alone * 1e3:.0f} ms; {options.mbit:g} Mbit/s, {options.delay:g} ms each way")
-    print(f"{'method':20} {'step':>10} {'planned':>10} {'speed-up':>9} {'planned':>8} {'off':>6}")
+    apart, near = (
+        {name: statistics.median(each) for name, each in measure(options, together).items()}
+        for together in (False, True)
+    )
+    print(f"{options.mbit:g} Mbit/s, {options.delay:g} ms each way")
+    print(f"{'method':20} {'no link':>10} {'step':>10} {'planned':>10} {'speed-up':>9} {'planned':>8} {'off':>6}")
     records = []
-    for name, measured in seconds.items():
-        expected = {each: alone + planned(METHODS[each], options) for each in ("none", name)}
-        got, wanted = plain / measured, expected["none"] / expected[name]
+    expected = {name: near[name] + planned(METHODS[name], options) for name in apart}
+    for name, measured in apart.items():
+        got, wanted = apart["none"] / measured, expected["none"] / expected[name]
         print(
-            f"{name:20} {measured * 1e3:7.0f} ms {expected[name] * 1e3:7.0f} ms {got:9.2f} {wanted:8.2f} {got / wanted - 1:+6.0%}"
+            f"{name:20} {near[name] * 1e3:7.0f} ms {measured * 1e3:7.0f} ms {expected[name] * 1e3:7.0f} ms "
+            f"{got:9.2f} {wanted:8.2f} {got / wanted - 1:+6.0%}"
         )
-        records.append(dict(method=name, seconds=measured, planned=expected[name], speedup=got, planned_speedup=wanted))
+        times = dict(near=near[name], seconds=measured, planned=expected[name])
+        records.append(times | dict(method=name, speedup=got, planned_speedup=wanted))
     if options.json:
-        Path(options.json).write_text(json.dumps(dict(alone=alone, methods=records), indent=1))
+        Path(options.json).write_text(json.dumps(dict(methods=records), indent=1))
     return None
 
 

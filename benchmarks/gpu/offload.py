@@ -4,9 +4,10 @@ First the link to the host and the host's own updates are measured as `shardwise
 Each case trains in a process of its own on random tokens, compiled, in bfloat16. The time is the median distance of CUDA events
 between steps that nobody waits for, memory the most that the allocator had given out after the first steps, and of the host what
 the process had at its peak. Both cases have the same batch, which the host's case takes in one microbatch: the larger it is, the
-less the update weighs. The resident one takes sequence by sequence and keeps as many activations as fit. `recompute` and `swap` are
-the host's case without a compiler, all layers recomputed, and with the planner's choice for each tensor of a layer to stay, to be
-recomputed, or to wait on the host, at about the same memory.
+less the update weighs. The resident one takes sequence by sequence and keeps as many activations as fit. `recompute` and `swap`
+take steps of one sequence with a resident optimizer and without a compiler: all layers recomputed, and with the planner's choice
+for each tensor of a layer to stay, to be recomputed, or to wait on the host, at the same memory (beside the optimizer's 107 GiB,
+the activations of several sequences would not fit a host of 128 GiB).
 
     python benchmarks/gpu/offload.py --output offload.json [--cases host resident recompute swap] [--batch 7] [--steps 4]
 """
@@ -32,11 +33,12 @@ WARM = 2
 """Steps before those that count: the first compiles and allocates."""
 CASES: dict[str, dict[str, Any]] = {
     "host": dict(layout=dict(recompute="full"), memory=dict(optimizer="host"), micro=64),
-    "recompute": dict(layout=dict(recompute="full"), memory=dict(optimizer="host"), micro=64, compile=False),
+    "recompute": dict(layout=dict(recompute="full"), memory={}, micro=1, batch=1, compile=False),
     "swap": dict(
         layout=dict(recompute="optimal", recompute_budget=1.0),
-        memory=dict(optimizer="host", activations="host"),
-        micro=64,
+        memory=dict(activations="host"),
+        micro=1,
+        batch=1,
         compile=False,
     ),
     "resident": dict(layout=dict(recompute="budget", recompute_budget=6.0), memory={}, micro=1),
@@ -48,7 +50,8 @@ def run_of(case: str, batch: int, link: dict[str, float]) -> Any:
     from shardwise.run import run_from_dict
 
     how = CASES[case]
-    memory = how["memory"] | (dict(update_gbs=link["update_gbs"]) if how["memory"] else {})
+    batch = how.get("batch", batch)
+    memory = how["memory"] | (dict(update_gbs=link["update_gbs"]) if "optimizer" in how["memory"] else {})
     return run_from_dict(
         dict(
             model=SHAPES["8B"] | dict(rope_theta=500000.0),

@@ -22,6 +22,8 @@ from shardwise.hardware.efficiency import constants
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 COLLECTIVES: tuple[str, ...] = get_args(Collective)
+LARGEST_VALUE = 8
+"""Bytes of a float64, in which losses and norms are summed."""
 
 
 def collective_seconds(
@@ -108,7 +110,9 @@ def candidates(
 
 def _gloo(operation: str, group: _Group) -> Any:
     """Seconds with gloo on CPUs of distant machines. gloo uses rings, and in each round a rank first tells its neighbour that it
-    may send: every round costs a round trip. An all-to-all has one round."""
+    may send: every round costs a round trip. An all-to-all has one round. An all-reduce sends two segments in turn, so that about
+    half of the round trips of a large one are hidden by the other segment. Where it has fewer values than ranks, most ranks have
+    nothing to send and wait for the one that travels, and a hop costs its latency only if it crosses machines."""
     rounds = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0}.get(operation, 0.0)
     spans = group.domains > 1
     latency = np.where(spans, 2 * group.cluster.inter_latency, group.cluster.intra_latency)
@@ -118,7 +122,12 @@ def _gloo(operation: str, group: _Group) -> Any:
         return latency + np.where(spans, group.bytes * share / group.card, inside)
     moved = rounds * group.bytes * (group.size - 1) / group.size
     through = np.where(spans, group.card * group.inside, group.fast(operation))
-    return rounds * (group.size - 1) * latency + moved / through
+    hops = rounds * (group.size - 1)
+    if operation != "all_reduce":
+        return hops * latency + moved / through
+    tiny = np.where(spans, (hops * group.domains / group.size + 1) * group.cluster.inter_latency, hops * latency)
+    large = np.maximum(hops * latency, hops * latency / 2 + moved / through)
+    return np.where(group.bytes < LARGEST_VALUE * group.size, tiny, large)
 
 
 def _ring(operation: str, passes: float) -> Callable[[_Group], Any]:

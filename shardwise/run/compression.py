@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "onebit": 1}
 """Bits per value, by quantised method."""
-BLOCK = 256
-"""Values that share a scale."""
+BLOCK = {"int8": 256, "fp8": 256, "int4": 64, "onebit": 256}
+"""Values that share a scale: fewer where the largest of them has only a few steps."""
 SCALE = 4
 """Bytes of a scale."""
 INDEX = 4
@@ -28,18 +28,18 @@ def values_kept(method: str, momentum: float) -> int:
 
 def block_bytes(method: str) -> int:
     """Bytes of a block on the wire."""
-    return BLOCK * BITS[method] // 8 + SCALE
+    return BLOCK[method] * BITS[method] // 8 + SCALE
 
 
-def blocks_of(numel: int) -> int:
+def blocks_of(numel: int, method: str) -> int:
     """The number of blocks of a tensor, padded."""
-    return -(-numel // BLOCK)
+    return -(-numel // BLOCK[method])
 
 
-def share_of_blocks(numels: Sequence[int], ranks: int) -> int:
+def share_of_blocks(numels: Sequence[int], ranks: int, method: str) -> int:
     """Blocks that each rank reduces, for tensors of these sizes: the same number on every rank, the last ones padded with empty
     blocks."""
-    return -(-sum(map(blocks_of, numels)) // ranks)
+    return -(-sum(blocks_of(numel, method) for numel in numels) // ranks)
 
 
 def kept(numel: int, density: float) -> int:

@@ -3,10 +3,10 @@ torch."""
 
 from __future__ import annotations
 
-GROUP = 256
+GROUP = 64
 """Values that share a minimum and a step size."""
-RANGE = 8
-"""Bytes of a group's minimum and step size."""
+RANGE = 4
+"""Bytes of a group's minimum and step size, in bfloat16."""
 QUANTIZED = ("attention_norm", "middle", "ffn_norm", "gate", "up", "function", "inner")
 """Tensors of a dense layer that are quantized (named in `plan/cost/rematerialization.py`): those saved by norms, matrices and the
 activation function. Queries, keys, values and the attention output stay as they are: the backward pass recomputes probabilities

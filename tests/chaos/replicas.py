@@ -1,15 +1,16 @@
 """Replicas of a run that are killed, again and again, while the others train on (`layout.sync_elastic`).
 
     python tests/chaos/replicas.py [--kills 50] [--seed 1] [--steps 4000] [--replicas 4] [--rows 4] [--hidden 32] [--lr 3e-3]
-        [--sync-every 10] [--outer average] [--outer-lr 0.7] [--outer-momentum 0.4] [--apart-lr 6e-3] [--without killed]
-        [--together] [--folder DIR] [--json FILE]
+        [--sync-every 10] [--outer average] [--outer-lr 0.7] [--outer-momentum 0.4] [--apart-lr 6e-3] [--warm 1000]
+        [--without killed] [--together] [--folder DIR] [--json FILE]
 
-Three runs see the same data: one whose replicas add up their gradients in every step, one whose replicas speak every
-`sync_every` steps and nobody disturbs, and one in which so many replicas are killed with SIGKILL, at drawn moments. It must end
-by itself; every step must have been recorded once, and no pause between two exchanges may be as long as a restart of the run; and
-its validation loss must be within 3% of the synchronous run's. Replicas that train apart may have a learning rate of their own
-(`--apart-lr`): each step of theirs is of a batch so many times smaller. `--together` runs the three at the same time, which needs
-three times as many cores as replicas. Prints a table.
+With `--warm`, a run whose replicas add up their gradients trains so many steps first, and the others begin with its weights, as
+DiLoCo's paper begins with a pretrained model. Then three runs see the same data: one whose replicas add up their gradients in every
+step, one whose replicas speak every `sync_every` steps and nobody disturbs, and one in which so many replicas are killed with
+SIGKILL, at drawn moments. It must end by itself; every step must have been recorded once, and no pause between two exchanges may be
+as long as a restart of the run; and its validation loss must be within 3% of the synchronous run's. Replicas that train apart may
+have a learning rate of their own (`--apart-lr`): each step of theirs is of a batch so many times smaller. `--together` runs the
+three at the same time, which needs three times as many cores as replicas. Prints a table.
 """
 
 from __future__ import annotations
@@ -92,9 +93,9 @@ def pauses(folder: Path) -> Iterator[float]:
     yield from (later - earlier for earlier, later in pairwise(times))
 
 
-def run_file(options: argparse.Namespace) -> str:
-    """The file of all three runs."""
-    steps, replicas = options.steps, options.replicas
+def run_file(options: argparse.Namespace, steps: int) -> str:
+    """The file of a run."""
+    replicas = options.replicas
     return f"""name = "replicas"
 [model]
 layers = 2
@@ -150,10 +151,10 @@ def evaluation(folder: Path) -> float:
 class Campaign:
     """One of the three runs."""
 
-    def __init__(self, name: str, keys: list[str], options: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, name: str, keys: list[str], options: argparse.Namespace, folder: Path, steps: int = 0) -> None:
         self.name, self.options, self.place = name, options, folder / name.replace(" ", "-")
         self.place.mkdir(parents=True)
-        (self.place / "run.toml").write_text(run_file(options))
+        (self.place / "run.toml").write_text(run_file(options, steps or options.steps))
         self.process, self.began, self.kills = start(self.place, *keys), time.monotonic(), 0
 
     def finish(self) -> None:
@@ -196,6 +197,7 @@ def main() -> int:
     parser.add_argument("--outer", choices=("average", "nesterov"), default="average")
     parser.add_argument("--outer-lr", type=float, default=0.7, help="nesterov")
     parser.add_argument("--outer-momentum", type=float, default=0.4, help="nesterov")
+    parser.add_argument("--warm", type=int, default=0, help="steps with gradients in every step, before all of them")
     parser.add_argument("--without", nargs="*", default=[], choices=("undisturbed", "killed"))
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--folder", type=Path)
@@ -210,6 +212,10 @@ def main() -> int:
     ]
     keys = {"every step": ["--train.restarts=3"], "undisturbed": apart, "killed": [*apart, "--train.restarts=1000"]}
     chosen = {name: own for name, own in keys.items() if name not in options.without}
+    if options.warm:
+        warm = Campaign("warm", [], options, folder, options.warm)
+        warm.finish()
+        chosen = {name: [*own, f"--train.weights={warm.place / 'out'}"] for name, own in chosen.items()}
     made: list[Campaign] = []
     if options.together:
         made = [Campaign(name, own, options, folder) for name, own in chosen.items()]

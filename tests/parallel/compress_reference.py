@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-BLOCK = 256
 Arrays = list[np.ndarray]
 
 
-def blocks(x: np.ndarray) -> list[slice]:
-    return [slice(start, min(start + BLOCK, x.size)) for start in range(0, x.size, BLOCK)]
+def blocks(method: str, x: np.ndarray) -> list[slice]:
+    size = 64 if method == "int4" else 256
+    return [slice(start, min(start + size, x.size)) for start in range(0, x.size, size)]
 
 
 def fp8_values() -> np.ndarray:
@@ -39,7 +39,7 @@ def nearest_fp8(x: np.ndarray) -> np.ndarray:
 def rounded(method: str, x: np.ndarray) -> np.ndarray:
     """A flat array as it arrives."""
     out = np.empty_like(x)
-    for part in blocks(x):
+    for part in blocks(method, x):
         v = x[part]
         if method == "onebit":
             scale = float(np.float32(np.abs(v).sum() / v.size))
@@ -85,10 +85,10 @@ class Replicas:
                 self.error[r][n] = (x - sent).reshape(self.shapes[n])
         arrived = rounded(self.method, total)
         if feedback:  # the rank that adds a block up keeps what the second rounding lost of it
-            before = sum(len(blocks(np.empty(s))) for s in self.shapes[:n])
-            every = sum(len(blocks(np.empty(s))) for s in self.shapes)
+            before = sum(len(blocks(self.method, np.empty(s))) for s in self.shapes[:n])
+            every = sum(len(blocks(self.method, np.empty(s))) for s in self.shapes)
             share = math.ceil(every / self.replicas)
-            for index, part in enumerate(blocks(total)):
+            for index, part in enumerate(blocks(self.method, total)):
                 owner = (before + index) // share
                 self.error[owner][n].reshape(-1)[part] += (total - arrived)[part]
         return arrived.reshape(self.shapes[n])

@@ -11,8 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-AT_ONCE = 8
+AT_ONCE = 32
 """Groups that a program takes."""
+
+
+@triton.jit
+def _magnitude_up(x):  # type: ignore[no-untyped-def]
+    return ((x.to(tl.uint32, bitcast=True) + 0xFFFF) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _magnitude_down(x):  # type: ignore[no-untyped-def]
+    return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -28,7 +38,8 @@ def _pack(  # type: ignore[no-untyped-def]
     least, most = tl.min(tl.min(x, axis=2), axis=1), tl.max(tl.max(x, axis=2), axis=1)
     strange = tl.max(tl.max((x != x).to(tl.int32), axis=2), axis=1) > 0
     least = tl.where(strange, float("nan"), least)  # `tl.min` alone would ignore NaN
-    step = tl.div_rn(most - least, tl.full((N,), 2**BITS - 1, tl.float32))
+    least = tl.where(least < 0, _magnitude_up(least), _magnitude_down(least))
+    step = _magnitude_up(tl.div_rn(most - least, tl.full((N,), 2**BITS - 1, tl.float32)))
     mixed = x.to(tl.uint32, bitcast=True) * 0x9E3779B1 + place.to(tl.uint32) * 0x85EBCA6B
     mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D
     mixed = (mixed ^ (mixed >> 12)) * 0x297A2D39
@@ -40,8 +51,8 @@ def _pack(  # type: ignore[no-untyped-def]
     joined = tl.sum(code << (part * BITS)[None, None, :], axis=2)
     there = group < groups
     tl.store(CODES + group[:, None] * BYTES + byte[None, :], joined.to(tl.uint8), mask=there[:, None])
-    tl.store(RANGES + group * 2, least, mask=there)
-    tl.store(RANGES + group * 2 + 1, step, mask=there)
+    tl.store(RANGES + group * 2, least.to(tl.bfloat16), mask=there)
+    tl.store(RANGES + group * 2 + 1, step.to(tl.bfloat16), mask=there)
 
 
 @triton.jit
@@ -55,8 +66,8 @@ def _unpack(  # type: ignore[no-untyped-def]
     there = group < groups
     joined = tl.load(CODES + place // EACH, mask=there[:, None], other=0).to(tl.int32)
     code = (joined >> (at % EACH * BITS)[None, :]) & (2**BITS - 1)
-    least = tl.load(RANGES + group * 2, mask=there, other=0.0)
-    step = tl.load(RANGES + group * 2 + 1, mask=there, other=0.0)
+    least = tl.load(RANGES + group * 2, mask=there, other=0.0).to(tl.float32)
+    step = tl.load(RANGES + group * 2 + 1, mask=there, other=0.0).to(tl.float32)
     values = code.to(tl.float32) * step[:, None] + least[:, None]
     tl.store(OUT + place, values.to(OUT.dtype.element_ty), mask=place < numel)
 

@@ -1,7 +1,8 @@
 """Saved tensors in 8, 4 or 2 bits (ActNN, Chen et al. 2021): each group of values is coded in even steps between its least and its
 largest, rounded up or down at random so that the mean is right.
 
-A tensor is padded to whole groups, each with its least value and its step in float32. A hash of a value's bits and its position
+A tensor is padded to whole groups, each with its least value and its step in bfloat16, rounded so that the codes still span the
+group. A hash of a value's bits and its position
 decides the rounding, so there is no random state that a checkpoint would have to hold: the same tensor is always rounded the same
 way. On a GPU each direction is one kernel (`model/kernels/group_bits.py`), with the same bits. Bytes: `run/saved_tensors.py`.
 """
@@ -33,10 +34,19 @@ def noise(x: Tensor, first: int) -> Tensor:
     return (mixed >> 8).to(torch.float32).mul_(2.0**-24)
 
 
+def _magnitude_up(x: Tensor) -> Tensor:
+    """Float32 values rounded to bfloat16, away from zero."""
+    return (x.view(torch.int32) + 0xFFFF).bitwise_and_(~0xFFFF).view(torch.float32)
+
+
+def _magnitude_down(x: Tensor) -> Tensor:
+    return x.view(torch.int32).bitwise_and(~0xFFFF).view(torch.float32)
+
+
 def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Codes and the groups' least values and steps, of a flat tensor."""
     codes = torch.empty(groups_of(x.numel()) * GROUP * bits // 8, dtype=torch.uint8, device=x.device)
-    ranges = torch.empty(groups_of(x.numel()), 2, dtype=torch.float32, device=x.device)
+    ranges = torch.empty(groups_of(x.numel()), 2, dtype=torch.bfloat16, device=x.device)
     if x.is_cuda:
         from shardwise.model.kernels.group_bits import pack_groups
 
@@ -47,7 +57,8 @@ def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         whole = pad(some, (0, groups_of(some.numel()) * GROUP - some.numel()))
         groups = whole.view(-1, GROUP)
         least = groups.amin(1)
-        step = (groups.amax(1) - least) / (2**bits - 1)
+        least = torch.where(least < 0, _magnitude_up(least), _magnitude_down(least))
+        step = _magnitude_up((groups.amax(1) - least) / (2**bits - 1))
         own = slice(first // GROUP, first // GROUP + len(groups))
         ranges[own, 0], ranges[own, 1] = least, step
         scaled = (groups - least[:, None]) / torch.where(step > 0, step, 1.0)[:, None]
@@ -73,7 +84,7 @@ def dequantize(codes: Tensor, ranges: Tensor, *, bits: int, numel: int, dtype: t
         count = min(AT_ONCE, numel - first)
         joined = codes[first // each : (first + groups_of(count) * GROUP) // each]
         code = ((joined[:, None] >> shifts) & (2**bits - 1)).view(-1, GROUP)
-        own = ranges[first // GROUP : first // GROUP + len(code)]
+        own = ranges[first // GROUP : first // GROUP + len(code)].to(torch.float32)
         values = code.to(torch.float32) * own[:, 1:] + own[:, :1]
         out[first : first + count] = values.view(-1)[:count]
     return out

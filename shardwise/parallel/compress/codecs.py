@@ -12,11 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.run.compression import BLOCK
-
 
 class Codec(NamedTuple):
-    """An encoding of values, [blocks, BLOCK], as bytes."""
+    """An encoding of values, [blocks, values of a block], as bytes."""
 
     scales: Callable[[Tensor, Tensor], Tensor]
     """The scale of each block, from its values and the number of them that are not padding; float32, [blocks, 1]."""
@@ -35,7 +33,7 @@ def to_bytes(codec: Codec, values: Tensor, counts: Tensor) -> Tensor:
 def from_bytes(codec: Codec, sent: Tensor, dtype: torch.dtype) -> Tensor:
     """The blocks that such bytes encode."""
     scales = sent[:, -4:].contiguous().view(torch.float32)
-    return codec.decode(sent[:, :-4], dtype) * scales.to(dtype)
+    return codec.decode(sent[:, :-4], dtype).mul_(scales.to(dtype))
 
 
 def _by_largest(most: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -46,17 +44,18 @@ def _by_largest(most: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _mean_magnitude(values: Tensor, counts: Tensor) -> Tensor:
-    return (values.abs().sum(dim=1, keepdim=True) / counts[:, None].clamp(min=1).to(values.dtype)).float()
+    total = values.abs().sum(dim=1, keepdim=True)
+    return (total / counts[:, None].clamp(min=1).to(values.dtype)).float()
 
 
-def _in_scale(values: Tensor, scales: Tensor, most: float) -> Tensor:
-    """Values divided by their scale. A block of zeros has the scale 0."""
+def _in_scale(values: Tensor, scales: Tensor) -> Tensor:
+    """Values divided by their scale; a block of zeros has the scale 0. They exceed the largest code by rounding at most."""
     scales = scales.to(values.dtype)
-    return (values / torch.where(scales > 0, scales, 1.0)).clamp(-most, most)
+    return values / torch.where(scales > 0, scales, 1.0)
 
 
 def _encode_int8(values: Tensor, scales: Tensor) -> Tensor:
-    return _in_scale(values, scales, 127).round().to(torch.int8).view(torch.uint8)
+    return _in_scale(values, scales).round_().to(torch.int8).view(torch.uint8)
 
 
 def _decode_int8(codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -65,7 +64,7 @@ def _decode_int8(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _encode_fp8(values: Tensor, scales: Tensor) -> Tensor:
     # Via float32, whatever dtype the gradients have: PyTorch has no direct conversion from float64 that rounds once.
-    return _in_scale(values, scales, 448).float().to(torch.float8_e4m3fn).view(torch.uint8)
+    return _in_scale(values, scales).clamp_(-448, 448).float().to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _decode_fp8(codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -74,26 +73,26 @@ def _decode_fp8(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _encode_int4(values: Tensor, scales: Tensor) -> Tensor:
     """Two values per byte, the first half of a block in the low bits: no strided access."""
-    codes = (_in_scale(values, scales, 7).round().to(torch.int8) + 8).view(torch.uint8)
-    return codes[:, : BLOCK // 2] | (codes[:, BLOCK // 2 :] << 4)
+    low, high = _in_scale(values, scales).round_().add_(8).to(torch.uint8).chunk(2, dim=1)
+    return low | (high << 4)
 
 
 def _decode_int4(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.cat((codes & 15, codes >> 4), dim=1).to(dtype) - 8
-
-
-def _weights(device: torch.device) -> Tensor:
-    return 2 ** torch.arange(8, dtype=torch.uint8, device=device)
+    return torch.cat((codes & 15, codes >> 4), dim=1).to(dtype).sub_(8)
 
 
 def _encode_signs(values: Tensor, scales: Tensor) -> Tensor:
-    bits = (values >= 0).view(len(values), BLOCK // 8, 8)
-    return (bits.to(torch.uint8) * _weights(values.device)).sum(dim=2, dtype=torch.uint8)
+    """Eight bytes of 0 or 1 are packed as one number: the product moves the lowest bit of byte k to bit 56 + k."""
+    bytes_of_bits = (values >= 0).view(torch.int64)
+    return (bytes_of_bits * sum(1 << (56 - 7 * k) for k in range(8)) >> 56).to(torch.uint8)
 
 
 def _decode_signs(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    bits = (codes[:, :, None] & _weights(codes.device)) > 0
-    return bits.view(len(codes), BLOCK).to(dtype) * 2 - 1
+    """Eight signs of a code, looked up as one number."""
+    bits = torch.arange(256, device=codes.device)[:, None] >> torch.arange(8, device=codes.device)
+    table = ((bits & 1) * 2 - 1).to(torch.int8).view(torch.int64).view(-1)
+    signs = table.index_select(0, codes.reshape(-1).to(torch.int32))
+    return signs.view(torch.int8).view(len(codes), -1).to(dtype)
 
 
 CODECS = {

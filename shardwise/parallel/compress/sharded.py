@@ -4,8 +4,7 @@ Weights (qwZ): a rank quantises its shard of a layer before the all-gather, and 
 dequantised values; the parameters that the optimizer updates stay as they are. A backward pass that gathers from secondary shards
 (hpZ) gets these values as they are, so that both passes compute with the same weights. Gradients (qgZ): unsharded gradients are
 quantised, exchanged by one all-to-all and added in the reduce dtype, so that each is rounded once. A rank sends the values of the
-all-gather and the reduce-scatter at BITS/8 + 4/256 bytes per value, the values of a layer padded to blocks of 256. No state is
-kept.
+all-gather and the reduce-scatter at BITS/8 + 4/BLOCK bytes per value, the values of a layer padded to blocks. No state is kept.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class _Quantized:
     """What `fully_shard` requires of a custom collective: an allocator, and the collective."""
 
     def __init__(self, method: str) -> None:
-        self.codec = CODECS[method]
+        self.method, self.codec, self.block = method, CODECS[method], BLOCK[method]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -33,15 +32,16 @@ class _Quantized:
     def encoded(self, rows: Tensor) -> Tensor:
         """Rows of values as bytes, [rows x blocks, bytes]."""
         count, length = rows.shape
-        blocks = torch.zeros(count, blocks_of(length) * BLOCK, dtype=at_least_float32(rows.dtype), device=rows.device)
+        number = blocks_of(length, self.method)
+        blocks = torch.zeros(count, number * self.block, dtype=at_least_float32(rows.dtype), device=rows.device)
         blocks[:, :length] = rows
-        counts = torch.full((count * blocks_of(length),), BLOCK, device=rows.device)
-        return to_bytes(self.codec, blocks.view(-1, BLOCK), counts)
+        counts = torch.full((count * number,), self.block, device=rows.device)
+        return to_bytes(self.codec, blocks.view(-1, self.block), counts)
 
     def decoded(self, sent: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """Decode rows of this many values."""
         values = from_bytes(self.codec, sent, at_least_float32(dtype))
-        return values.view(-1, blocks_of(length) * BLOCK)[:, :length].to(dtype)
+        return values.view(-1, blocks_of(length, self.method) * self.block)[:, :length].to(dtype)
 
 
 class QuantizedAllGather(_Quantized):

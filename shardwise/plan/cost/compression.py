@@ -25,15 +25,11 @@ the uncompressed exchange of `parallel/outer.py`."""
 
 
 def replica_seconds(job: Job, size: Number) -> Number:
-    """Seconds of PyTorch's all-reduce of this many bytes of gradients over replicas. Where machines are far apart the latency of
-    each message counts, and DistributedDataParallel sends one for each bucket."""
+    """Seconds of PyTorch's all-reduce of this many bytes of gradients over replicas. DistributedDataParallel sends them in buckets,
+    several at a time: the latency of one is hidden by another."""
     if job.layout.replicas_apart:
         return 0.0 * size
-    seconds = collective_seconds(job.cluster, "all_reduce", size, *span(job, "replicate"))
-    if not job.cluster.far:
-        return seconds
-    more = np.ceil(np.maximum(size - FIRST_BUCKET, 0.0) / BUCKET)
-    return seconds + more * collective_seconds(job.cluster, "all_reduce", 1.0, *span(job, "replicate"))
+    return collective_seconds(job.cluster, "all_reduce", size, *span(job, "replicate"))
 
 
 def exchange_seconds(job: Job, numel: Number) -> Number:
@@ -47,7 +43,7 @@ def exchange_seconds(job: Job, numel: Number) -> Number:
 
     work = memory_seconds(job.cluster.chip, numel * width * PASSES[lay.compress])
     if lay.compress in BITS:
-        size = numel * (block_bytes(lay.compress) / BLOCK)
+        size = numel * (block_bytes(lay.compress) / BLOCK[lay.compress])
         seconds = sent("all_to_all", size) + sent("all_gather", size)
     elif lay.compress == "topk":
         count = numel * lay.compress_density * lay.replicate
@@ -77,7 +73,7 @@ def agreement_seconds(job: Job) -> Number:
 
 def quantized_width(method: str, plain: float) -> float:
     """Mean bytes of a value that is sent between ZeRO shards."""
-    return plain if method == "none" else block_bytes(method) / BLOCK
+    return plain if method == "none" else block_bytes(method) / BLOCK[method]
 
 
 def hidden_seconds(job: Job, passes: Number) -> Number:

@@ -43,7 +43,7 @@ def _added_up(wire: Wire, shapes: Counter[tuple[int, ...]]) -> None:
     width = planned.high_width
     if lay.compress in BITS:
         ranks = planned.size("replicate")
-        share = -(-sum(count * blocks_of(math.prod(shape)) for shape, count in shapes.items()) // ranks)
+        share = -(-sum(count * blocks_of(math.prod(shape), lay.compress) for shape, count in shapes.items()) // ranks)
         messages = 1 if share else 0
         wire.all_to_all("replicate", ranks * share * block_bytes(lay.compress), messages=messages)
         wire.all_gather("replicate", share * block_bytes(lay.compress), messages=messages)

@@ -184,7 +184,7 @@ def _sharded(
                 if method == "none":
                     wire.reduce_scatter(group, gradients, times)
                 else:  # `compress/sharded.py`
-                    wire.all_to_all(group, ranks * blocks_of(learned) * block_bytes(method), times)
+                    wire.all_to_all(group, ranks * blocks_of(learned, method) * block_bytes(method), times)
                 if planned.sharding_replicas > 1:
                     wire.all_reduce("replicate", gradients, units)
 
@@ -194,7 +194,7 @@ def gathered_bytes(wire: Wire, unit: Sequence[PlannedParameter], ranks: int) -> 
     method = wire.planned.run.layout.compress_weights
     if method == "none" or wire.frozen:
         return sum(wire.planned.gathered_shard(p, ranks) for p in unit)
-    return blocks_of(sum(p.shard_numel(ranks) for p in unit)) * block_bytes(method)
+    return blocks_of(sum(p.shard_numel(ranks) for p in unit), method) * block_bytes(method)
 
 
 def _unused_prefetch(wire: Wire, stage: Stage) -> None:

@@ -40,8 +40,9 @@ class OneBitAdamW(torch.optim.AdamW):
                 if not state:  # no warm-up at all
                     state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
                 state["step"] += 1
-                momentum = state["exp_avg"].lerp_(p.grad, 1 - beta1) / (1 - beta1 ** state["step"].to(p))
-                second = state["exp_avg_sq"] / (1 - beta2 ** max(1, self.warmup))
+                momentum = state["exp_avg"].lerp_(p.grad, 1 - beta1)
+                by = (state["exp_avg_sq"] / (1 - beta2 ** max(1, self.warmup))).sqrt_().add_(group["eps"])
+                by.mul_(1 - beta1 ** state["step"].to(p)).masked_fill_(state["exp_avg_sq"] == 0, torch.inf)
                 most = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
-                update = (momentum / (second.sqrt() + group["eps"])).clamp_(-most, most).masked_fill_(second == 0, 0.0)
+                update = torch.div(momentum, by, out=by).clamp_(-most, most)
                 p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
