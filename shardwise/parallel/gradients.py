@@ -1,12 +1,12 @@
 """What remains to be done with gradients after the backward pass, whatever the layout: sum partial gradients over ranks, take the
 norm over each element exactly once, scale.
 
-Traffic per step and rank: over t tensor ranks one all-reduce, 2(t-1)/t of the gradients of uncut parameters (norms, routers, keys
-and values of fewer heads than ranks, experts without expert tensor parallelism), of the local shard where ZeRO shards them; one of
-the embedding's gradient between the first and last stage where it is tied; one of every gradient between two ranks that hold the
-same stages, where microbatches enter a pipeline at both ends. Each rank has a share of the norm (`squared_norm`), which the step
-sums over all ranks. The step's sums are four float64 values: the token count and the request to stop before the passes, then the
-norm's share and the loss.
+Traffic per step and rank: over t tensor ranks all-reduces, 2(t-1)/t of the gradients of uncut parameters (norms, routers, keys and
+values of fewer heads than ranks, experts without expert tensor parallelism), of the local shard where ZeRO shards them: one for all
+small ones, and one for each with more than `JOINED` values. One of the embedding's gradient between the first and last stage where
+it is tied; one of every gradient between two ranks that hold the same stages, where microbatches enter a pipeline at both ends.
+Each rank has a share of the norm (`squared_norm`), which the step sums over all ranks. The step's sums are four float64 values: the
+token count and the request to stop before the passes, then the norm's share and the loss.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.local_parameter import LocalParameter
 from shardwise.parallel.mesh import Mesh
+from shardwise.run.derive import JOINED
 from shardwise.torch_private import foreach_mul_, foreach_norm
 
 
@@ -32,9 +33,15 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(found.values())
 
 
-def all_reduce_together(tensors: list[Tensor], group: Group) -> None:
-    """All-reduce many small tensors in one message per dtype."""
-    for same in _by_dtype(tensors):
+def all_reduce_together(tensors: list[Tensor], group: Group, most: float = math.inf) -> None:
+    """All-reduce many small tensors in one message per dtype, and those with more than `most` values one by one and in place: a
+    joint buffer would be as large as all of them."""
+    for large in (t for t in tensors if t.numel() > most):
+        whole = large.contiguous()
+        dist.all_reduce(whole, group=group)
+        if whole is not large:
+            large.copy_(whole)
+    for same in _by_dtype(t for t in tensors if t.numel() <= most):
         flat = torch.cat([t.flatten() for t in same])
         dist.all_reduce(flat, group=group)
         for t, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):
@@ -46,7 +53,7 @@ def reduce_partial_gradients(held: Iterable[LocalParameter], mesh: Mesh) -> None
     held = list(held)
     if mesh.group("tensor") is not None:
         whole = [h.grad for h in held if "tensor" not in h.axes]
-        all_reduce_together([g for g in whole if g is not None], mesh.group("tensor"))
+        all_reduce_together([g for g in whole if g is not None], mesh.group("tensor"), JOINED)
     tied = [h.grad for h in held if h.name == "embed.weight" and h.grad is not None]
     if len(tied) == 2:  # both ends of a tied embedding are on this rank
         tied[0].add_(tied[1])

@@ -52,11 +52,11 @@ class DeferredGradients:
     """Weight gradients deferred during a backward pass for the input, to be computed by a later action."""
 
     def __init__(self) -> None:
-        self.deferred: list[DeferredGradient] = []
+        self.deferred: deque[DeferredGradient] = deque()
 
-    def take(self) -> list[DeferredGradient]:
+    def take(self) -> deque[DeferredGradient]:
         """The gradients deferred since the last call."""
-        taken, self.deferred = self.deferred, []
+        taken, self.deferred = self.deferred, deque()
         return taken
 
 
@@ -161,7 +161,7 @@ class Stage:
     """Compute copies of its matrices."""
     inputs: dict[int, Tensor] = field(default_factory=dict)
     roots: dict[int, list[Tensor]] = field(default_factory=dict)
-    deferred: dict[int, list[DeferredGradient]] = field(default_factory=dict)
+    deferred: dict[int, deque[DeferredGradient]] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -356,11 +356,11 @@ class Pipeline:
         if stage.tokens is not None:
             stage.tokens.keys = batch["dropout"]
 
-    def _weight_gradients(self, deferred: list[DeferredGradient]) -> None:
-        """Compute the weight gradients that a backward pass deferred."""
+    def _weight_gradients(self, deferred: deque[DeferredGradient]) -> None:
+        """Compute the weight gradients that a backward pass deferred, and let go of what each was computed from."""
         with self.observers.weight_gradients():
-            for each in deferred:
-                with self.observers.weight_gradient(each.name):
+            while deferred:
+                with self.observers.weight_gradient((each := deferred.popleft()).name):
                     torch.autograd.backward(each.weight, each.gemm.grad_weight(each.saved, each.weight.dtype))
 
     def _gradients_wait(self, stage: Stage, action: Action) -> Any:

@@ -35,6 +35,9 @@ def derive_model(model: ModelConfig, seq_len: int) -> ModelConfig:
 REPEATS_PARTS = ("attention", "operations", "optimal")
 """Modes that recompute parts of a layer; a compiled layer can only be recomputed in full."""
 
+JOINED = 2**22
+"""Values of the largest gradients that tensor ranks all-reduce together with others, in one buffer."""
+
 CHUNK_BYTES = 2**31
 """Bytes of logits that a chunked loss holds at a time. Of the sizes tried on an H200, GEMMs lose least at this one: smaller
 chunks add to the head's weight gradient more often, larger ones do not fit the cache."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 from typing import Any
+from unittest import mock
 
+import cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,8 +15,12 @@ from parallel_pool import RankPool
 from torch import Tensor
 
 from shardwise.measure.counts.traffic import Traffic, TrafficCounter
-from shardwise.parallel import context
+from shardwise.measure.verify import TOLERANCE, random_batch, verify_rank
+from shardwise.parallel import context, gradients
 from shardwise.parallel.blockwise import BlockMask, Bounds, attend_block, attend_block_backward
+from shardwise.plan.trainer import ends
+from shardwise.run import Run
+from shardwise.train.step import TrainState
 
 
 def known_calls(rank: int) -> Traffic:
@@ -92,3 +98,24 @@ def test_causal_work_of_the_ring_is_balanced(ranks: RankPool, size: int) -> None
     # Chunks that lie in the future are not computed, but for one in the causal block of a rank's own two: of the 4c pairs of chunks
     # 2c + 2 are.
     assert sum(computed for computed, _ in work) == 2 * size * (2 * size + 2) * (length // (2 * size)) ** 2
+
+
+def with_large_gradients_alone(rank: int, run: Run, most: int) -> tuple[dict[str, Any], dict[str, int], list[Tensor]]:
+    """What differs from the plan, the planned messages and the weights, where gradients of more than `most` values go alone."""
+    with mock.patch.object(gradients, "JOINED", most), mock.patch.object(ends, "JOINED", most):
+        verdict = verify_rank(run, steps=1)
+        state = TrainState(run)
+        state.train_step(random_batch(run, 0)).read()
+    weights = [held.parameter.detach().clone() for held in state.parallel.parameters]
+    return verdict.beyond(TOLERANCE), dict(verdict.planned.traffic.messages["tensor"]), weights
+
+
+def test_large_gradients_are_summed_alone_and_planned_so(ranks: RankPool) -> None:
+    run = cases.make_run("mixture", dict(tensor=2))
+    joined = ranks.run(2, with_large_gradients_alone, run, 10**9)
+    alone = ranks.run(2, with_large_gradients_alone, run, 200)
+    for (wrong, few, weights), (wrong_alone, more, same) in zip(joined, alone, strict=True):
+        assert not wrong, wrong
+        assert not wrong_alone, wrong_alone
+        assert more["all_reduce"] > few["all_reduce"] + run.model.layers
+        assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))

@@ -1,12 +1,12 @@
-"""Traffic of the two ends of the network and between its stages: the embedding, the head, the loss, the residual stream. A part of
-`traffic.py`."""
+"""Traffic of the two ends of the network and between its stages: the embedding, the head, the loss, the residual stream;
+and of gradients that several ranks have parts of. A part of `traffic.py`."""
 
 from __future__ import annotations
 
 from shardwise.plan.trainer.handed import handed
 from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
 from shardwise.plan.trainer.wire import Wire
-from shardwise.run.derive import chunk_bytes, chunk_rows
+from shardwise.run.derive import JOINED, chunk_bytes, chunk_rows
 
 TOKEN = 8
 """Bytes of a token id."""
@@ -82,6 +82,18 @@ def pipeline(wire: Wire) -> None:
             copied = planned.keeps_compute_copies and p.is_gemm_weight
             size = own_numel(planned, p) * (planned.width if copied else planned.high_width) * p.learns
             wire.all_reduce("pipeline", size, count if size else 0, ranks=2)
+
+
+def uncut_gradients(wire: Wire) -> None:
+    """`gradients.py`: gradients of parameters not cut over the tensor ranks, each of which saw only some tokens or heads."""
+    planned = wire.planned
+    if planned.size("tensor") > 1:
+        some = [(count, p) for count, p in planned.parameters() if p.tensor_dim is None and p.learns]
+        uncut = [(count, own_numel(planned, p)) for count, p in some]
+        small = [count * numel for count, numel in uncut if numel <= JOINED]
+        wire.all_reduce("tensor", sum(small) * planned.high_width, messages=1 if small else 0)
+        for count, numel in uncut:
+            wire.all_reduce("tensor", numel * planned.high_width, count if numel > JOINED else 0)
 
 
 def own_numel(planned: PlannedRank, parameter: PlannedParameter) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -73,13 +73,15 @@ class _Ranks:
         # memory peaks in a backward pass, while ZeRO-2 reduces a layer's gradient.
         lay = run.layout
         reduces = lay.zero == 2 and lay.pipeline > 1 and not lay.gathers_each_pass
-        self.estimated = dict.fromkeys(OWNERS, 0.0) | {
+        owners = dict.fromkeys(OWNERS, 0.0) | {
             "gathered": float(gathered_layers(job)),
             "buffers": float(buffers(job)) + reduces * float(reduced_layer(job)),
         }
-        self.in_layers = 0.0
+        in_layers = 0.0
         if lay.gathers_each_pass and lay.pipeline == 1:
-            self.in_layers = float(gathered_layers(job) - gathered_layer(job))
+            in_layers = float(gathered_layers(job) - gathered_layer(job))
+        counted = lay.pipeline > 1 or lay.gathers_each_pass
+        self.estimated = _Estimated(owners, in_layers, float(reduced_layer(job)) if counted else 0.0)
         self.known: dict[tuple[object, ...], _Alike] = {}
 
     def at(self, rank: int) -> dict[str, float]:
@@ -88,19 +90,26 @@ class _Ranks:
         kind = state.alike(place)
         if kind not in self.known:
             self.known[kind] = _alike(place)
-        return _rank_memory(place, self.job, self.estimated, self.known[kind], self.in_layers)
+        return _rank_memory(place, self.job, self.estimated, self.known[kind])
 
 
 def _is_exact(run: Run, job: Job) -> bool:
     return job.framework.family == "shardwise" and not run.layout.offload
 
 
-def _rank_memory(
-    place: PlannedRank, job: Job, estimated: Mapping[str, float], same: _Alike, in_layers: float
-) -> dict[str, float]:
-    """Bytes of one rank by owner; the layers that ZeRO-3 gathers, and the buffers, come from the estimate. `in_layers` of the
-    gathered bytes are not there at the loss."""
-    run, standing = place.run, same.standing
+class _Estimated(NamedTuple):
+    """What the exact formulas do not cover."""
+
+    owners: Mapping[str, float]
+    in_layers: float
+    """Gathered bytes that are not there at the loss."""
+    reduced: float
+    """Bytes of these owners that are a layer's gradient as it is reduced."""
+
+
+def _rank_memory(place: PlannedRank, job: Job, estimate: _Estimated, same: _Alike) -> dict[str, float]:
+    """Bytes of one rank by owner; the layers that ZeRO-3 gathers, and the buffers, come from the estimate."""
+    run, standing, estimated = place.run, same.standing, estimate.owners
     owners = standing.owners | {"activations": state.activations_at(place, same.saves) * same.saved}
     if run.layout.gathers_each_pass and run.layout.shard * run.layout.context > 1:
         # Besides, the layers that are gathered at the moment; a prefetched one is the first of them.
@@ -111,10 +120,43 @@ def _rank_memory(
     owners["buffers"] = estimated["buffers"] + standing.transposed
     owners = {**estimated, **owners}
     updating = owners | standing.updating
-    owners = _peak(owners, run, same, in_layers)
-    owners = max(owners, updating, key=lambda moment: sum(moment.values()))
+    reducing = owners | {"activations": 0.0, "logits": 0.0}
+    both = _split_peak(place, same.saves)
+    if both is not None:
+        owners |= {"activations": float(both[0]), "gradients": float(both[1])}
+    owners = _peak(owners, run, same, estimate)
+    owners = max(owners, updating, reducing, key=lambda moment: sum(moment.values()))
     owners["workspace"] = workspace(job, moving(owners))
     return owners
+
+
+def _split_peak(planned: PlannedRank, each: Sequence[Saved]) -> tuple[int, int] | None:
+    """Bytes of activations and of gradients at the moment when a rank whose schedule splits the backward pass has the most of both
+    together: deferred gradients come when activations go. None where the peaks of the two coincide, or nothing is sharded."""
+    if not (planned.splits_backward and planned.is_sharded and planned.width < planned.reduce_width):
+        return None
+    whole, deferred = state.by_number(planned, each)
+    summed, fresh = dict[int, int](), dict[int, int]()
+    for stage in planned.stages:
+        own = [(count * p.numel, p.entry.is_linear) for count, p in planned.parameters(stages=(stage,)) if p.learns]
+        summed[stage.number] = planned.reduce_width * sum(numel for numel, _ in own)
+        fresh[stage.number] = planned.width * sum(numel for numel, linear in own if linear)
+    held, waiting, adding = 0, set[int](), set[int]()
+    moments = []
+    for kind, at, _ in state.short_schedule(planned.run)[0].ranks[planned.index("pipeline")]:
+        gradients = sum(summed[n] for n in adding) + sum(fresh[n] for n in waiting)
+        moments.append((held + whole[at] * (kind == "F"), gradients))
+        if kind == "F":
+            held += whole[at]
+        elif kind == "W":
+            held -= deferred[at]
+            waiting.add(at)
+        elif kind in ("I", "B"):
+            held -= whole[at] - (deferred[at] if kind == "I" else 0)
+            if at in waiting or kind == "B":  # the pass adds up what is there
+                adding.add(at)
+                waiting.discard(at)
+    return max(moments, key=sum)
 
 
 class _Standing(NamedTuple):
@@ -126,6 +168,8 @@ class _Standing(NamedTuple):
     head_shrinks: float
     """Bytes by which the head's gradient is smaller behind the loss."""
     transposed: float
+    left_over: float
+    """Bytes of the gradients outside the layers as they were reduced, which `fully_shard` keeps until its next reduction."""
     updating: dict[str, float]
     """The owners whose bytes differ while the largest matrix is updated."""
 
@@ -142,7 +186,21 @@ def _standing(run: Run, rank: int) -> _Standing:
     )
     owners = {owner: float(size) for owner, size in own.items()}
     last, transposed = state.last_gradient(run, rank), state.transposed_gradient(run, rank)
-    return _Standing(owners, last, state.head_shrinks(place), transposed, _updating(place, stays))
+    return _Standing(owners, last, state.head_shrinks(place), transposed, _left_over(place), _updating(place, stays))
+
+
+def _left_over(place: PlannedRank) -> float:
+    run, lay = place.run, place.run.layout
+    if (
+        not place.is_sharded
+        or lay.zero < 2
+        or run.accumulation == 1
+        or run.memory.hosts_optimizer
+        or place.splits_backward
+    ):
+        return 0.0
+    outer = (p for stage in place.stages for p in place.outer_parameters(stage) if p.learns)
+    return float(sum(p.numel for p in outer) * place.reduce_width)
 
 
 class _Alike(NamedTuple):
@@ -190,7 +248,7 @@ def _layer_saved(run: Run, routed: bool) -> float:
     return float(layer_activations(job_of(run), routed=routed)[0])
 
 
-def _peak(owners: dict[str, float], run: Run, same: _Alike, in_layers: float) -> dict[str, float]:
+def _peak(owners: dict[str, float], run: Run, same: _Alike, estimate: _Estimated) -> dict[str, float]:
     """Bytes by owner at the peak: at the loss, in the last layer that is recomputed, or in the first.
 
     When a layer is recomputed, the loss's tensors are freed, and so are the saved tensors of the layers after it. In a step of
@@ -199,7 +257,12 @@ def _peak(owners: dict[str, float], run: Run, same: _Alike, in_layers: float) ->
     recomputed, shrinks = same.recomputed, same.standing.head_shrinks
     if run.memory.hosts_optimizer:
         return _hosted_peak(owners, run, same)
-    at_loss = owners | {"gathered": owners["gathered"] - in_layers}
+    # The gradients that were reduced last, in the microbatch before, are there until the first layer is reduced.
+    left = same.standing.left_over
+    owners = owners | {"buffers": owners["buffers"] + max(left - estimate.reduced, 0.0)}
+    at_loss = owners | {"gathered": owners["gathered"] - estimate.in_layers}
+    if run.layout.pipeline == 1:
+        at_loss["buffers"] += min(left, estimate.reduced)
     if run.accumulation == 1 and run.layout.pipeline == 1:
         # A chunked loss keeps the gradient of the head; a full one frees the probabilities, half of its tensors.
         in_chunks = chunks_loss(run, gpu=planned_on_gpu(run)) or FACTS[run.objective.kind].logprobs

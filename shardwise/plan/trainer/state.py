@@ -184,18 +184,12 @@ def activations(run: Run, rank: int) -> int:
 
 def activations_at(planned: PlannedRank, each: Sequence[Saved] = ()) -> int:
     """Peak bytes that all microbatches in flight save on a planned rank; `each`: the saved bytes of its stages, if known."""
-    run = planned.run
-    saves = {stage.number: one for stage, one in zip(planned.stages, each or saved_by_stages(planned), strict=True)}
+    run, each = planned.run, each or saved_by_stages(planned)
     if len(planned.placement) == 1:
-        return saves[0].whole
-    whole, deferred, handed = ([0] * len(planned.placement) for _ in range(3))
-    residual = planned.residual
-    for number, stage in saves.items():
-        # A stage's output and the next one's input, where both are here, are one tensor; the first saves it longer.
-        given = number - 1 in saves and not run.layout.has_ends(number)[0]
-        whole[number] = stage.whole - (residual if given else 0)
-        deferred[number] = stage.deferred
-    schedule, longer = _short_schedule(run)
+        return each[0].whole
+    whole, deferred = by_number(planned, each)
+    handed = [0] * len(whole)
+    schedule, longer = short_schedule(run)
     own = replace(schedule, ranks=(schedule.ranks[planned.index("pipeline")],))
     passed_on = {action.stage for action in own.ranks[0] if action.kind in ("E", "L")} if schedule.partners else ()
     for number in passed_on:
@@ -203,18 +197,31 @@ def activations_at(planned: PlannedRank, each: Sequence[Saved] = ()) -> int:
     return round(peak_activations(own, whole, deferred, handed)[0] * longer)
 
 
+def by_number(planned: PlannedRank, each: Sequence[Saved]) -> tuple[list[int], list[int]]:
+    """What one microbatch saves on each stage of the network, 0 on those of other ranks: until its backward pass, and between the
+    two halves of a split one."""
+    saves = {stage.number: one for stage, one in zip(planned.stages, each, strict=True)}
+    whole, deferred = ([0] * len(planned.placement) for _ in range(2))
+    for number, stage in saves.items():
+        # A stage's output and the next one's input, where both are here, are one tensor; the first saves it longer.
+        given = number - 1 in saves and not planned.run.layout.has_ends(number)[0]
+        whole[number] = stage.whole - (planned.residual if given else 0)
+        deferred[number] = stage.deferred
+    return whole, deferred
+
+
 def activations_away(planned: PlannedRank) -> int:
     """Peak bytes of the saved activations that are offloaded from the device."""
     saves = {number: stage.away for number, stage in _saved(planned).items()}
     if len(planned.placement) == 1:
         return saves[0]
-    schedule, longer = _short_schedule(planned.run)
+    schedule, longer = short_schedule(planned.run)
     own = replace(schedule, ranks=(schedule.ranks[planned.index("pipeline")],))
     away = [saves.get(number, 0) for number in range(len(planned.placement))]
     return round(peak_activations(own, away, [0] * len(away))[0] * longer)
 
 
-def _short_schedule(run: Run) -> tuple[Schedule, float]:
+def short_schedule(run: Run) -> tuple[Schedule, float]:
     """The run's schedule, or one of fewer microbatches; and by what factor the peak of the full schedule is higher."""
     lay, n = run.layout, run.accumulation
     count = fewer_rounds(lay.pipeline, n, 4)

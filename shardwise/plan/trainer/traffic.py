@@ -24,7 +24,7 @@ from shardwise.ledger import AXIS_OF as AXIS_OF
 from shardwise.ledger import Traffic
 from shardwise.plan.cost.compression import BUCKET, FIRST_BUCKET, SUM
 from shardwise.plan.trainer.compression import exchange
-from shardwise.plan.trainer.ends import ends, own_numel, pipeline
+from shardwise.plan.trainer.ends import ends, pipeline, uncut_gradients
 from shardwise.plan.trainer.muon import gathered_matrices
 from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage, reference_run
 from shardwise.plan.trainer.rows import INTEGER, rows_to_experts
@@ -377,15 +377,6 @@ def dispatch(wire: Wire, ffn: Times, rows: Moved, calls: int) -> None:
     adapted = any(p.entry.routed and p.entry.adapted for p in planned.layer_table(True).values())
     if planned.run.adapter.dropout and adapted and not wire.forward_only:
         wire.moved("expert", Fraction(ffn.forward, calls) * rows[0] * INTEGER, ffn.forward)
-
-
-def uncut_gradients(wire: Wire) -> None:
-    """`gradients.py`: gradients of parameters not cut over the tensor ranks, each of which saw only some tokens or heads."""
-    planned = wire.planned
-    if planned.size("tensor") > 1:
-        some = [(count, p) for count, p in planned.parameters() if p.tensor_dim is None and p.learns]
-        uncut = [count * own_numel(planned, p) for count, p in some]
-        wire.all_reduce("tensor", sum(uncut) * planned.high_width, messages=1 if uncut else 0)
 
 
 def loads(wire: Wire) -> None:
