@@ -22,6 +22,7 @@ from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal, nothing_there, sentence
 from shardwise.plan.search.beside import beside, cores
 from shardwise.plan.search.fitting import LEANER, Fitting, FittingLayout, front, rounded_seconds
+from shardwise.plan.search.pool import PLAY_ALL
 from shardwise.plan.search.screen import Space
 from shardwise.plan.serving.rollouts import plan_rollouts
 from shardwise.plan.time.goodput import data_stall
@@ -153,9 +154,10 @@ def _kept(best: FittingLayout, spaces: Sequence[Fitting]) -> tuple[Plan, str] | 
     devices = best.candidate.group.space.devices
     every = [one for fitting in spaces if fitting.space.devices == devices for one in fitting.roomy(best.seconds)]
     fastest, least, tried = None, best.seconds, 0
+    most = ROOMY if any(fitting.space.count > PLAY_ALL for fitting in spaces) else ROOMY_OF_FEW
     beyond: dict[LayoutConfig, float] = {}  # simulated over expected seconds, of the first of similar layouts
     for reached, saving, run in sorted(every, key=lambda one: one[0]):
-        if tried == ROOMY:
+        if tried == most:
             break
         alike = replace(run.layout, replicate=1, shard=1)
         if saving >= least or reached * beyond.get(alike, 0.0) > ALIKE * least:
@@ -241,6 +243,8 @@ NO_ENGINE = (
 )
 ROOMY = 6
 """The number of layouts tried with a recompute budget: those with the most to gain."""
+ROOMY_OF_FEW = 24
+"""The same in a small space, where that takes little time."""
 ALIKE = 1.005
 """How far layouts that differ only in replicate and shard may be apart in the ratio of simulated to expected seconds."""
 STEPS = 7
