@@ -226,8 +226,20 @@ def _alike(place: PlannedRank) -> _Alike:
     saved = 1.0 - state.compiled_away(run, rank) if compiles(run, gpu=planned_on_gpu(run)) else 1.0
     recomputed = float(max(stage.recomputed for stage in saves))
     if recomputed:
-        recomputed += state.passing_gradients(run, rank)
+        recomputed += state.passing_gradients(run, rank) + _gradients_beyond(place)
     return _Alike(_standing(stands, rank), saves, saved, recomputed, _saved_behind(place))
+
+
+def _gradients_beyond(place: PlannedRank) -> float:
+    """Bytes by which gradients of a dense layer's feed-forward matrices, in the compute dtype, exceed its tensors of that width:
+    while attention's gradients are computed, these are there and those are gone."""
+    m, lay = place.run.model, place.run.layout
+    if not place.is_sharded or m.experts:
+        return 0.0
+    own = (p for p in place.layer_parameters(False) if p.entry.name.startswith("ffn.") and p.entry.is_linear)
+    matrices = sum(p.numel for p in own if p.learns)
+    made = (3 if m.gated else 2) * place.tokens * m.ffn // lay.tensor
+    return float(max(matrices - made, 0) * place.width)
 
 
 def _saved_behind(place: PlannedRank) -> float:
