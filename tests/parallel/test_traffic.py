@@ -14,6 +14,7 @@ import torch.distributed as dist
 from parallel_pool import RankPool
 from torch import Tensor
 
+from shardwise.ledger import Difference
 from shardwise.measure.counts.traffic import Traffic, TrafficCounter
 from shardwise.measure.verify import TOLERANCE, random_batch, verify_rank
 from shardwise.parallel import context, gradients
@@ -100,7 +101,9 @@ def test_causal_work_of_the_ring_is_balanced(ranks: RankPool, size: int) -> None
     assert sum(computed for computed, _ in work) == 2 * size * (2 * size + 2) * (length // (2 * size)) ** 2
 
 
-def with_large_gradients_alone(rank: int, run: Run, most: int) -> tuple[dict[str, Any], dict[str, int], list[Tensor]]:
+def with_large_gradients_alone(
+    rank: int, run: Run, most: int
+) -> tuple[list[Difference], dict[str, float], list[Tensor]]:
     """What differs from the plan, the planned messages and the weights, where gradients of more than `most` values go alone."""
     with mock.patch.object(gradients, "JOINED", most), mock.patch.object(ends, "JOINED", most):
         verdict = verify_rank(run, steps=1)
