@@ -11,6 +11,10 @@ import pytest
 from observed import one_process
 from parallel_pool import RankPool
 
+from shardwise.measure.verify import random_batch
+from shardwise.run import Run
+from shardwise.train.step import TrainState
+
 Layout = dict[str, Any]
 LARGE = pytest.mark.large("the other axes; that an axis computes the same is known from float64")
 
@@ -68,3 +72,20 @@ def test_gradients_are_added_in_the_dtype_that_is_asked_for(ranks: RankPool, lay
     exact = norms("float64")
     assert 1e-6 < np.abs(norms("bfloat16") / exact - 1).max() < 2**-8
     assert np.abs(norms("float32") / exact - 1).max() < 1e-6
+
+
+def gradients_in_buckets(rank: int, run: Run) -> tuple[bool, bool]:
+    """Whether the gradients that a step without a reduction adds to are those of the step before, and are zero before it."""
+    state = TrainState(run)
+    for number in range(2):  # the buckets are made anew behind the first step
+        state.train_step(random_batch(run, number)).read()
+    before = [each.leaf.grad for each in state.parallel.parameters]
+    state.optimizer.zero_grad()
+    after = [each.leaf.grad for each in state.parallel.parameters]
+    return all(a is b for a, b in zip(before, after, strict=True)), not any(g.any() for g in after if g is not None)
+
+
+def test_replicas_with_several_microbatches_hold_their_gradients_once(ranks: RankPool) -> None:
+    run = cases.make_run("dense", dict(replicate=2), global_batch=8, microbatch=2)
+    assert run.accumulation == 2
+    assert ranks.run(2, gradients_in_buckets, run) == [(True, True)] * 2

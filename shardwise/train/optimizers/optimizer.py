@@ -20,6 +20,7 @@ from shardwise.parallel.gradients import scale_gradients, squared_norm
 from shardwise.parallel.local_parameter import LocalParameter, gather_matrix, local, scatter_matrix
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
+from shardwise.parallel.shard import uses_ddp
 from shardwise.run import MemoryConfig, ModelConfig, TrainConfig
 from shardwise.run.derive import NEWTON_SCHULZ, NEWTON_SCHULZ_ITERATIONS
 from shardwise.run.parametrization import rate_factor
@@ -128,6 +129,9 @@ class Optimizer:
         self.in_one_pass = {p for part in self.parts if isinstance(part, FusedAdamW | HostAdamW) for p in part.local}
         self.host = next((part for part in self.parts if isinstance(part, HostAdamW)), None)
         self.peaks = [part.defaults["lr"] for part in self.parts]
+        # A gradient made while DistributedDataParallel does not reduce would be a second tensor beside its bucket. A zero that is
+        # added to may change its sign, which a step that is computed twice would take for corruption.
+        self.keeps_buckets = uses_ddp(mesh) and microbatches > 1 and not train.recheck_every
 
     def learning_rate(self, step: int) -> float:
         """AdamW's learning rate in a step, which the metrics show."""
@@ -165,11 +169,15 @@ class Optimizer:
             self.host.finish()
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
+        """Drop the gradients, or set them to zero where they are views of buckets that the next step fills."""
         if self.host is not None:
             self.host.drop()
         for p, h in zip(self.shards, self.parameters, strict=True):
-            p.grad = h.leaf.grad = None
+            p.grad = None
+            if self.keeps_buckets and h.leaf.grad is not None:
+                h.leaf.grad.zero_()
+            else:
+                h.leaf.grad = None
 
     def state_of(self, index: int) -> dict[str, Tensor]:
         """This rank's shard of the optimizer state of `parameters[index]`."""
