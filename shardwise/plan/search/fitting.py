@@ -152,6 +152,11 @@ class Fitting:
         candidates, certain = self._first_pool
         return self._share(certain) * min(candidates.found[0].seconds, candidates.complete) if candidates.found else 0.0
 
+    @property
+    def _least_pool(self) -> int:
+        """The size of the first pool of a large space."""
+        return max(POOL, 4 * self.keep)
+
     def screen_beside(self) -> None:
         """Start the screening of a large space on another core."""
         if self.space.count > PLAY_ALL:
@@ -160,7 +165,7 @@ class Fitting:
     def _numbered(self) -> tuple[list[tuple[float, float, int, LayoutIndex]], float]:
         """The first pool of a large space, with numbers in place of groups, which would bring their tables along."""
         numbers = {group: n for n, group in enumerate(self.space.groups)}
-        pool = self._fastest(max(POOL, 4 * self.keep))
+        pool = self._fastest(self._least_pool)
         return [(s, memory, numbers[group], layout) for s, memory, group, layout in pool.found], pool.complete
 
     @cached_property
@@ -168,8 +173,8 @@ class Fitting:
         if self.space.count <= PLAY_ALL:
             return all_candidates(self.space, self.space.capacity / LEAST_MEMORY), 0.0
         if self._screening is None:
-            return self._fastest(max(POOL, 4 * self.keep)), self._certain
-        (found, complete), self._most = self._screening(), max(POOL, 4 * self.keep)
+            return self._fastest(self._least_pool), self._certain
+        (found, complete), self._most = self._screening(), self._least_pool
         groups = self.space.groups
         return Candidates([Candidate(s, b, groups[n], layout) for s, b, n, layout in found], complete), self._certain
 
@@ -185,10 +190,9 @@ class Fitting:
         yield self._first_pool
         if space.count <= PLAY_ALL:
             return
-        most = max(POOL, 4 * self.keep)
-        yield self._fastest(8 * most), self._certain
+        yield self._fastest(8 * self._least_pool), self._certain
         for share in MEMORY_LIMITS:
-            pool = screen_all(space, most, share * capacity)
+            pool = screen_all(space, self._least_pool, share * capacity)
             yield pool, self._certain
 
     def _play(self, candidates: Sequence[Candidate]) -> list[Timed]:

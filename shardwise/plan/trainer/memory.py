@@ -94,6 +94,7 @@ class _Ranks:
 
 
 def _is_exact(run: Run, job: Job) -> bool:
+    """Whether this project's trainer runs it and the formulas hold: they do not where `layout.offload` is on."""
     return job.framework.family == "shardwise" and not run.layout.offload
 
 
@@ -190,6 +191,7 @@ def _standing(run: Run, rank: int) -> _Standing:
 
 
 def _left_over(place: PlannedRank) -> float:
+    """Nothing where gradients are reduced once a step: then no microbatch follows."""
     run, lay = place.run, place.run.layout
     if (
         not place.is_sharded

@@ -68,11 +68,6 @@ def hosted(run: Run) -> HostBytes:
     return found._replace(held=found.held - found.moments) if run.memory.on_disk else found
 
 
-def known(run: Run) -> bool:
-    """Whether these formulas hold for a run: not where a compiler chooses what to save, nor where `layout.offload` is on."""
-    return not compiles(run, gpu=planned_on_gpu(run)) and not run.layout.offload
-
-
 def alike(planned: PlannedRank) -> tuple[object, ...]:
     """A key that is equal for two pipeline ranks, each represented by its first rank, that hold and recompute the same, apart from
     the number of microbatches in flight."""
