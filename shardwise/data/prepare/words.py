@@ -174,7 +174,7 @@ class Vocabulary:
 
     def simplified_hashes(self, text: str) -> Hashes:
         """Hashes of the simplified words of a text."""
-        return self._hash[np.fromiter(self._simplified_ids(text), np.int32)]
+        return self.hashes(np.fromiter(self._simplified_ids(text), np.int32))
 
     def chunk_hashes(self, text: str) -> Hashes:
         """A hash of each chunk between blanks, the same in every process."""

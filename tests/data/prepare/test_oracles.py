@@ -147,6 +147,17 @@ def test_documents_that_hold_a_test_go(tmp_path: Path) -> None:
         decontaminate(paths=[str(path)], fields=["number"])
 
 
+def test_a_test_set_may_have_any_number_of_words(tmp_path: Path) -> None:
+    """The table of words grows while the words of one text are looked up."""
+    words = [f"{a}{b}{c}" for a in "abcdefghijklm" for b in "nopqrstuvwxyz" for c in "abcdefghijklm"]
+    (tmp_path / "test.txt").write_text(" ".join(words))
+    rule = decontaminate(paths=[str(tmp_path / "test.txt")])
+    others = [word + "s" for word in words]
+    assert rule(Document(" ".join(words[100:113]), Vocabulary(simple_words)))
+    assert not rule(Document(" ".join(others), Vocabulary(simple_words)))
+    assert rule(Document(" ".join(others + words[5:30]), Vocabulary(simple_words)))
+
+
 def test_personal_data_is_written_over() -> None:
     rule = privacy(kinds=["email", "ip", "phone", "card"])
     text = "Mail a.b+c@sub.host.org or 8.8.4.4 (not 10.0.0.1, 1.2.3.4.5, 300.1.1.1), call +1 415-555-2671, pay 4111 1111 1111 1111."
