@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from shardwise.parallel.fp8_all_gather import Scales, enable_fp8_all_gather
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.derive import shard_dim
-from shardwise.torch_private import keep_secondary_shards, reduce_sharded_gradients
+from shardwise.torch_private import keep_secondary_shards, reduce_sharded_gradients, sharded_parameters
 
 
 def uses_ddp(mesh: Mesh) -> bool:
@@ -140,13 +141,23 @@ class Sharder:
         module.set_force_sum_reduction_for_comms(True)
         layout = self.run.layout
         if layout.compress_weights != "none" and not self.frozen:
-            module.set_custom_all_gather(QuantizedAllGather(layout.compress_weights, self.mesh.size(axis)))  # type: ignore[arg-type]
+            gather = QuantizedAllGather(layout.compress_weights, partial(_numels, module), self.mesh.size(axis))
+            module.set_custom_all_gather(gather)  # type: ignore[arg-type]
         if layout.compress_shards != "none" and not self.frozen:
-            module.set_custom_reduce_scatter(QuantizedReduceScatter(layout.compress_shards))  # type: ignore[arg-type]
+            scatter = QuantizedReduceScatter(layout.compress_shards, partial(_numels, module, learned=True))
+            module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
 
     def _along(self, experts: nn.Parameter) -> Shard:
         """The dimension along which the matrices of experts are sharded."""
         return Shard(shard_dim(experts.shape, self.mesh.size("expert_shard")))
+
+
+def _numels(module: nn.Module, learned: bool = False) -> list[int]:
+    """The sizes of the shards that are gathered together for a module, or of those whose gradients are reduced together."""
+    every = [
+        each for each in sharded_parameters(module) if not learned or getattr(each.module, each.name).requires_grad
+    ]
+    return [each.memory().numel() for each in every]
 
 
 def _check_integers(module: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from typing import Any
 
@@ -144,9 +143,13 @@ def gather_and_reduce(rank: int, method: str) -> tuple[np.ndarray, np.ndarray]:
     assert group is not None
     shard, whole = torch.from_numpy(uneven(rank, 700)), torch.from_numpy(uneven(10 + rank, 3 * 700))
     gathered, reduced = torch.empty(3 * 700, dtype=torch.float64), torch.empty(700, dtype=torch.float64)
-    QuantizedAllGather(method, 3)(gathered, shard, group)
-    QuantizedReduceScatter(method)(reduced, whole, group, dist.ReduceOp.SUM)
+    QuantizedAllGather(method, lambda: NUMELS, 3)(gathered, shard, group)
+    QuantizedReduceScatter(method, lambda: NUMELS)(reduced, whole, group, dist.ReduceOp.SUM)
     return gathered.numpy(), reduced.numpy()
+
+
+NUMELS = [300, 64, 1, 335]
+"""The parameters of a shard of 700 values; each has its own blocks."""
 
 
 def uneven(seed: int, length: int) -> np.ndarray:
@@ -156,7 +159,10 @@ def uneven(seed: int, length: int) -> np.ndarray:
 
 @pytest.mark.parametrize("method", ["int8", "fp8", "int4"])
 def test_shards_are_gathered_and_reduced_as_in_one_process(ranks: RankPool, method: str) -> None:
-    rounded = functools.partial(compress_reference.rounded, method)
+    def rounded(values: np.ndarray) -> np.ndarray:
+        each = np.split(values, np.cumsum(NUMELS)[:-1])
+        return np.concatenate([compress_reference.rounded(method, part) for part in each])
+
     weights = np.concatenate([rounded(uneven(rank, 700)) for rank in range(3)])
     parts = [[rounded(part) for part in uneven(10 + rank, 3 * 700).reshape(3, 700)] for rank in range(3)]
     for rank, (gathered, reduced) in enumerate(ranks.run(3, gather_and_reduce, method)):

@@ -4,12 +4,13 @@ Weights (qwZ): a rank quantises its shard of a layer before the all-gather, and 
 dequantised values; the parameters that the optimizer updates stay as they are. A backward pass that gathers from secondary shards
 (hpZ) gets these values as they are, so that both passes compute with the same weights. Gradients (qgZ): unsharded gradients are
 quantised, exchanged by one all-to-all and added in the reduce dtype, so that each is rounded once. A rank sends the values of the
-all-gather and the reduce-scatter at BITS/8 + 4/BLOCK bytes per value, the values of a layer padded to blocks. No state is kept.
+all-gather and the reduce-scatter at BITS/8 + 4/BLOCK bytes per value. The shard of each parameter is padded to its own blocks: the
+weights of norms are around 1 and those of matrices far below, so a scale for both would round the matrices away. No state is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,33 +24,38 @@ from shardwise.run.compression import BLOCK, blocks_of
 class _Quantized:
     """What `fully_shard` requires of a custom collective: an allocator, and the collective."""
 
-    def __init__(self, method: str) -> None:
-        self.method, self.codec, self.block = method, CODECS[method], BLOCK[method]
+    def __init__(self, method: str, numels: Callable[[], list[int]]) -> None:
+        """`numels`: the sizes of the shards, padding included, that one call sends, one after another."""
+        self.method, self.codec, self.block, self.numels = method, CODECS[method], BLOCK[method], numels
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def encoded(self, rows: Tensor) -> Tensor:
-        """Rows of values as bytes, [rows x blocks, bytes]."""
-        count, length = rows.shape
-        number = blocks_of(length, self.method)
-        blocks = torch.zeros(count, number * self.block, dtype=at_least_float32(rows.dtype), device=rows.device)
-        blocks[:, :length] = rows
-        counts = torch.full((count * number,), self.block, device=rows.device)
-        return to_bytes(self.codec, blocks.view(-1, self.block), counts)
+        """Rows of values as bytes, [rows x blocks, bytes]; each parameter begins at a new block."""
+        numels = self.numels()
+        padded = [blocks_of(numel, self.method) * self.block for numel in numels]
+        blocks = torch.zeros(len(rows), sum(padded), dtype=at_least_float32(rows.dtype), device=rows.device)
+        for to, values, numel in zip(blocks.split(padded, 1), rows.split(numels, 1), numels, strict=True):
+            to[:, :numel] = values
+        blocks = blocks.view(-1, self.block)
+        return to_bytes(self.codec, blocks, torch.full((len(blocks),), self.block, device=rows.device))
 
-    def decoded(self, sent: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """Decode rows of this many values."""
-        values = from_bytes(self.codec, sent, at_least_float32(dtype))
-        return values.view(-1, blocks_of(length, self.method) * self.block)[:, :length].to(dtype)
+    def decode(self, sent: Tensor, rows: Tensor, add: bool = False) -> None:
+        """Decode rows of values into `rows`, or add them to it."""
+        numels = self.numels()
+        padded = [blocks_of(numel, self.method) * self.block for numel in numels]
+        every = from_bytes(self.codec, sent, at_least_float32(rows.dtype)).view(len(rows), -1).to(rows.dtype)
+        for to, values, numel in zip(rows.split(numels, 1), every.split(padded, 1), numels, strict=True):
+            to.copy_(to + values[:, :numel] if add else values[:, :numel])
 
 
 class QuantizedAllGather(_Quantized):
     """All-gathers the shards of a layer's weights, quantised over this many ranks; a smaller, near group sends values that were
     already rounded."""
 
-    def __init__(self, method: str, ranks: int) -> None:
-        super().__init__(method)
+    def __init__(self, method: str, numels: Callable[[], list[int]], ranks: int) -> None:
+        super().__init__(method, numels)
         self.ranks = ranks
 
     def __call__(
@@ -65,7 +71,7 @@ class QuantizedAllGather(_Quantized):
         mine = self.encoded(input_tensor.view(1, -1))
         every = mine.new_empty(ranks * len(mine), mine.shape[1])
         dist.all_gather_into_tensor(every, mine, group=group)
-        output_tensor.view(ranks, length).copy_(self.decoded(every, length, output_tensor.dtype))
+        self.decode(every, output_tensor.view(ranks, length))
 
 
 class QuantizedReduceScatter(_Quantized):
@@ -80,7 +86,7 @@ class QuantizedReduceScatter(_Quantized):
         dist.all_to_all_single(arrived, sent, group=group)
         output_tensor.zero_()
         for part in arrived.chunk(ranks):
-            output_tensor += self.decoded(part, length, output_tensor.dtype)[0]
+            self.decode(part, output_tensor.view(1, length), add=True)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

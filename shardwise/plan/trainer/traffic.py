@@ -184,7 +184,8 @@ def _sharded(
                 if method == "none":
                     wire.reduce_scatter(group, gradients, times)
                 else:  # `compress/sharded.py`
-                    wire.all_to_all(group, ranks * blocks_of(learned, method) * block_bytes(method), times)
+                    blocks = sum(blocks_of(p.shard_numel(ranks), method) for p in unit if p.learns)
+                    wire.all_to_all(group, ranks * blocks * block_bytes(method), times)
                 if planned.sharding_replicas > 1:
                     wire.all_reduce("replicate", gradients, units)
 
@@ -194,7 +195,7 @@ def gathered_bytes(wire: Wire, unit: Sequence[PlannedParameter], ranks: int) -> 
     method = wire.planned.run.layout.compress_weights
     if method == "none" or wire.frozen:
         return sum(wire.planned.gathered_shard(p, ranks) for p in unit)
-    return blocks_of(sum(p.shard_numel(ranks) for p in unit), method) * block_bytes(method)
+    return sum(blocks_of(p.shard_numel(ranks), method) for p in unit) * block_bytes(method)
 
 
 def _unused_prefetch(wire: Wire, stage: Stage) -> None:
