@@ -13,49 +13,20 @@ of all residuals, so nothing is lost; and factors start anew, which error feedba
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from shardwise.checkpoint.format import RUN_FILE, LocalShard
 from shardwise.checkpoint.reader import Reader
-from shardwise.parallel.apply import Parallel
 from shardwise.parallel.local_parameter import local, local_box, replica_index
 from shardwise.parallel.mesh import Mesh
-from shardwise.run import AXES, Run, read_run
+from shardwise.run import AXES, read_run
+
+if TYPE_CHECKING:  # it imports this file
+    from shardwise.checkpoint.state import State
 
 FACTOR = "factor"
-
-
-class Exchange(Protocol):
-    """The state that replicas keep, by the index of a parameter."""
-
-    def state_of(self, index: int) -> dict[str, Tensor]: ...
-
-
-class Outer(Exchange, Protocol):
-    """The same for replicas that synchronize rarely: the outer optimizer."""
-
-    def restart(self) -> None: ...
-
-    def settle(self) -> dict[int, Tensor]: ...
-
-    def receive(self, arriving: dict[int, Tensor]) -> None: ...
-
-
-class Compressing(Protocol):
-    """A run in progress, as far as this file needs it."""
-
-    run: Run
-    mesh: Mesh
-    parallel: Parallel
-
-    @property
-    def exchange(self) -> Exchange | None: ...
-
-    @property
-    def outer(self) -> Outer | None: ...
 
 
 def own_prefix(mesh: Mesh) -> str:
@@ -64,14 +35,14 @@ def own_prefix(mesh: Mesh) -> str:
     return f"replica/{mesh.index('replicate')}/" if apart else ""
 
 
-def prefix_read(state: Compressing, reader: Reader) -> str:
+def prefix_read(state: State, reader: Reader) -> str:
     """The prefix of the names of the state that this rank's replica resumes from."""
     before = read_run(reader.folder / RUN_FILE).layout
     number = state.mesh.index("replicate") % before.replicate
     return f"replica/{number}/" if before.sync_every > 1 and number else ""
 
 
-def outer_shards(state: Compressing) -> Iterator[LocalShard]:
+def outer_shards(state: State) -> Iterator[LocalShard]:
     """The shards of the outer optimizer that this rank writes."""
     mesh = state.mesh
     if state.outer is None:
@@ -87,7 +58,7 @@ def outer_shards(state: Compressing) -> Iterator[LocalShard]:
 
 
 @torch.no_grad()
-def load_outer(state: Compressing, reader: Reader) -> None:
+def load_outer(state: State, reader: Reader) -> None:
     """Read the state of the outer optimizer; if replicas synchronized in every step before, it starts from the weights."""
     if state.outer is None:
         return
@@ -106,7 +77,7 @@ def load_outer(state: Compressing, reader: Reader) -> None:
     state.outer.receive(arriving)
 
 
-def unsent_shards(state: Compressing) -> Iterator[LocalShard]:
+def unsent_shards(state: State) -> Iterator[LocalShard]:
     """The residuals and factors that this rank writes."""
     mesh = state.mesh
     for n, each in enumerate(state.parallel.parameters if state.exchange is not None else ()):
@@ -123,7 +94,7 @@ def unsent_shards(state: Compressing) -> Iterator[LocalShard]:
 
 
 @torch.no_grad()
-def load_unsent(state: Compressing, reader: Reader) -> None:
+def load_unsent(state: State, reader: Reader) -> None:
     """Read this rank's residuals and factors; residuals that the checkpoint lacks are zero."""
     if state.exchange is None:
         return

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,16 +30,15 @@ from shardwise.checkpoint.format import RUN_FILE, OtherFormat, Progress, damage,
 from shardwise.checkpoint.job import check_same_data, check_same_job, gather, model_differences
 from shardwise.checkpoint.reader import Reader, open_checkpoint
 from shardwise.checkpoint.replicas import load_outer, load_unsent, prefix_read
-from shardwise.checkpoint.state import State, buffers, random_states
+from shardwise.checkpoint.state import Network, State, buffers, random_states
 from shardwise.checkpoint.versions import load_versions
 from shardwise.checkpoint.weights import begins_anew, open_weights
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.model.adapters import row_lengths
 from shardwise.model.quantized.nf4 import Quantizer
-from shardwise.parallel.apply import Parallel
 from shardwise.parallel.local_parameter import local, local_box, local_slice
 from shardwise.parallel.mesh import Mesh
-from shardwise.run import Problem, Run, UserError, read_run
+from shardwise.run import Problem, UserError, read_run
 from shardwise.run.parameters import matrix_of
 
 
@@ -142,15 +141,6 @@ def _load_base(state: State, progress: Progress) -> Reader | None:
     return reader
 
 
-class Network(Protocol):
-    """A rank's part of a network, on its mesh."""
-
-    run: Run
-    mesh: Mesh
-    device: torch.device
-    parallel: Parallel
-
-
 def _rounded(state: Network, matrix: Tensor) -> Tensor:
     """A matrix on the device in the compute dtype, as a run without 4-bit weights would use it."""
     return matrix.to(state.device, getattr(torch, state.run.train.dtype))
@@ -175,7 +165,7 @@ def read_model(state: Network, reader: Reader, prefix: str = "") -> None:
             local(each.parameter.detach()).copy_(local_slice(in_4_bits.part(each.name), each.cuts, state.mesh))
         else:
             reader.read_into(local(each.parameter.detach()), prefix + each.name, local_box(each, state.mesh).offset)
-    for name, buffer in () if adapters else buffers(state):
+    for name, buffer in () if adapters else buffers(state.parallel.models):
         reader.read_into(buffer, prefix + name, (0,) * buffer.ndim)
 
 

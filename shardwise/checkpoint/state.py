@@ -9,20 +9,30 @@ shares if it is large. Training waits only until the shards are copied; the copy
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.checkpoint.format import LocalShard
-from shardwise.checkpoint.replicas import Exchange, Outer, outer_shards, own_prefix, unsent_shards
-from shardwise.checkpoint.versions import Updates, version_shards
+from shardwise.checkpoint.replicas import outer_shards, own_prefix, unsent_shards
+from shardwise.checkpoint.versions import version_shards
 from shardwise.parallel.apply import Parallel
-from shardwise.parallel.local_parameter import holds_first_slice, local, local_box, replica_index, stage_replica_index
+from shardwise.parallel.asynchronous import Versions
+from shardwise.parallel.compress.exchange import Exchange
+from shardwise.parallel.local_parameter import (
+    LocalParameter,
+    holds_first_slice,
+    local,
+    local_box,
+    replica_index,
+    stage_replica_index,
+)
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.outer import Outer
 from shardwise.run import Run
 from shardwise.run.parameters import shard_bounds
 from shardwise.torch_private import is_persistent
@@ -45,31 +55,36 @@ class LossScale(Protocol):
     good: int
 
 
-class HasModels(Protocol):
-    """An object with this rank's part of a network."""
+class Updates(Protocol):
+    """Updates the weights of an asynchronous pipeline; `train.asynchronous.Updates` is one."""
 
-    parallel: Parallel
+    learned: list[LocalParameter]
+    versions: Versions
+
+    def restart(self) -> None:
+        """Continue from the current train state."""
 
 
-class State(Protocol):
-    """The state of a run in progress that a checkpoint saves and restores. `train.step.TrainState` is one."""
+class Network(Protocol):
+    """A rank's part of a network, on its mesh."""
 
     run: Run
-    job: Run
-    """The run that a checkpoint describes: `run`, or, for one replica of an elastic run, the full run on this replica's ranks."""
     mesh: Mesh
     device: torch.device
+    parallel: Parallel
+
+
+class State(Network, Protocol):
+    """The state of a run in progress that a checkpoint saves and restores. `train.step.TrainState` is one."""
+
+    job: Run
+    """The run that a checkpoint describes: `run`, or, for one replica of an elastic run, the full run on this replica's ranks."""
     step: int
     tokens: int
-    parallel: Parallel
     kept: dict[str, Tensor]
     """Other tensors of a run, the same on every rank."""
-
-    @property
-    def exchange(self) -> Exchange | None: ...
-
-    @property
-    def outer(self) -> Outer | None: ...
+    exchange: Exchange | None
+    outer: Outer | None
 
     @property
     def updates(self) -> Updates | None: ...
@@ -116,7 +131,7 @@ def _shards(state: State, smallest: int) -> Iterator[LocalShard]:
     yield from outer_shards(state)
     yield from unsent_shards(state)
     replicas, replica = stage_replica_index(mesh)
-    for index, (name, buffer) in enumerate(() if state.run.adapter.used else buffers(state, copies=False)):
+    for index, (name, buffer) in enumerate(() if state.run.adapter.used else buffers(state.parallel.own_models)):
         if index % replicas == replica:
             yield _whole(f"{own}model/{name}", buffer)
     if mesh.rank == 0:
@@ -130,10 +145,10 @@ def _whole(name: str, values: Tensor) -> LocalShard:
     return LocalShard(name, tuple(values.shape), (0,) * values.ndim, values)
 
 
-def buffers(state: HasModels, copies: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """The state of the network besides its parameters: the routers' selection biases. Every rank of a stage has all of them.
-    Without `copies`, the buffers of a stage that another pipeline rank also holds are left to that rank."""
-    for model in state.parallel.models if copies else state.parallel.own_models:
+def buffers(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """The state of a network's stages besides their parameters: the routers' selection biases. Every rank of a stage has all of
+    them."""
+    for model in models:
         for prefix, module in model.named_modules():
             for leaf, buffer in module.named_buffers(recurse=False):
                 if is_persistent(module, leaf):

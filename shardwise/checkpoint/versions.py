@@ -6,38 +6,19 @@ versions that its schedule needs, and uses the current weights for those that ar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardwise.checkpoint.format import LocalShard
 from shardwise.checkpoint.reader import Reader
-from shardwise.parallel.asynchronous import Versions
-from shardwise.parallel.local_parameter import LocalParameter, local_box, replica_index
-from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.local_parameter import local_box, replica_index
+
+if TYPE_CHECKING:  # it imports this file
+    from shardwise.checkpoint.state import State
 
 
-class Updates(Protocol):
-    """Updates the weights of an asynchronous pipeline; `train.asynchronous.Updates` is one."""
-
-    learned: list[LocalParameter]
-    versions: Versions
-
-    def restart(self) -> None:
-        """Continue from the current train state."""
-
-
-class HasVersions(Protocol):
-    """A train state that may have earlier versions."""
-
-    mesh: Mesh
-    step: int
-
-    @property
-    def updates(self) -> Updates | None: ...
-
-
-def version_shards(state: HasVersions) -> Iterator[LocalShard]:
+def version_shards(state: State) -> Iterator[LocalShard]:
     """The shards of earlier versions that this rank writes."""
     if state.updates is None:
         return
@@ -50,7 +31,7 @@ def version_shards(state: HasVersions) -> Iterator[LocalShard]:
 
 
 @torch.no_grad()
-def load_versions(state: HasVersions, reader: Reader) -> None:
+def load_versions(state: State, reader: Reader) -> None:
     """Read the earlier versions that this rank needs."""
     if state.updates is None:
         return

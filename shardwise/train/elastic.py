@@ -129,7 +129,7 @@ def _tensors(state: ReplicaState) -> Iterator[tuple[str, Tensor]]:
             yield f"{n}/optimizer/{key}", value
         for key, value in sorted(state.outer.state_of(n).items()):
             yield f"{n}/outer/{key}", value
-    for name, buffer in buffers(state):
+    for name, buffer in buffers(state.parallel.models):
         yield f"buffer/{name}", buffer
 
 
@@ -176,7 +176,7 @@ def receive(state: ReplicaState, members: Members, name: str, source: int) -> No
             state.optimizer.set_state(n, {key: v.to(state.device) for key, v in values.items()})
         for key, value in state.outer.state_of(n).items():
             value.copy_(found[f"{n}/outer/{key}"])
-    for key, buffer in buffers(state):
+    for key, buffer in buffers(state.parallel.models):
         buffer.copy_(found[f"buffer/{key}"])
     state.step, state.tokens = described["step"], described["tokens"]
     state.history = History(**described["history"])

@@ -42,7 +42,7 @@ class Reference:
     def _values(self) -> list[Tensor]:
         """The parameters, and the routers' selection biases, which decide what a network computes too."""
         parameters = [local(each.parameter.detach()) for each in self.state.parallel.parameters]
-        return parameters + [buffer for _, buffer in buffers(self.state)]
+        return parameters + [buffer for _, buffer in buffers(self.state.parallel.models)]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

@@ -39,7 +39,7 @@ def local_shards(rank: int, run: Run) -> dict[str, Any]:
         h.name: (cases.slices(local_box(h, train_state.mesh)), local(h.parameter.detach()))
         for h in train_state.parallel.parameters
     }
-    return held | {name: (..., buffer) for name, buffer in buffers(train_state)}
+    return held | {name: (..., buffer) for name, buffer in buffers(train_state.parallel.models)}
 
 
 @pytest.mark.parametrize(

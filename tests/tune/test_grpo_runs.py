@@ -147,7 +147,7 @@ def test_a_resumed_run_keeps_its_selection_biases_beside_a_reference(task: Path,
     # The reference has its own biases, too: at step 1 it is the network itself.
     assert records(tmp_path / "whole")[0]["kl"] == pytest.approx(0, abs=1e-12)
     source, reader = attached(run(4)), open_checkpoint(tmp_path / "whole" / "checkpoints" / "step-00000004", kind="")
-    (name, bias), *_ = buffers(source.state)
+    (name, bias), *_ = buffers(source.state.parallel.models)
     began = bias.clone()
     assert source.reference is not None
     bias.copy_(reader.get(f"model/{name}"))
