@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import sub
 
+from shardwise.schedules import Timing
 from shardwise.schedules.actions import KINDS, Action, Kind, Schedule, saved_activations
 
 HANDED: tuple[Kind, ...] = ("E", "L")
@@ -210,3 +212,22 @@ def _bounded(problems: list[str], most: int) -> tuple[str, ...]:
     if len(problems) <= most:
         return tuple(problems)
     return (*problems[:most], f"… and {len(problems) - most} more")
+
+
+def busy(timing: Timing) -> tuple[float, ...]:
+    """Working time of each rank."""
+    return tuple(sum(map(sub, end, start)) for start, end in zip(timing.start, timing.end, strict=True))
+
+
+def bubble(timing: Timing) -> tuple[float, ...]:
+    """Time each rank does not work while any rank does: makespan - busy."""
+    return tuple(timing.makespan - works for works in busy(timing))
+
+
+def idle(timing: Timing) -> tuple[float, ...]:
+    """Time each rank waits between its own first start and last end.
+
+    The zero-bubble papers count this one: a rank that starts r steps late may run r steps into the next iteration.
+    """
+    ranks = zip(timing.start, timing.end, busy(timing), strict=True)
+    return tuple(ends[-1] - starts[0] - works if starts else 0.0 for starts, ends, works in ranks)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import sub
+from operator import add
 
 from shardwise.schedules.actions import KINDS, Action, Kind, Schedule
 
@@ -37,17 +37,9 @@ class Cost:
 
     def of(self, kind: Kind) -> Sequence[float]:
         """The durations of one kind, by stage."""
-        if kind == "F":
-            return self.forward
-        if kind == "I":
-            return self.backward_input
-        if kind == "W":
-            return self.backward_weight
-        if kind in ("E", "L", "U"):
-            return [0.0] * len(self.forward)
-        if self.backward is not None:
-            return self.backward
-        return [a + b for a, b in zip(self.backward_input, self.backward_weight, strict=True)]
+        given = {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}
+        found = given.get(kind, [0.0] * len(self.forward))
+        return [*map(add, self.backward_input, self.backward_weight)] if found is None else found
 
 
 @dataclass(frozen=True)
@@ -58,24 +50,6 @@ class Timing:
     end: tuple[tuple[float, ...], ...]
     makespan: float
     """From the first start to the last end over all ranks."""
-    busy: tuple[float, ...]
-    """Working time of each rank."""
-
-    @property
-    def bubble(self) -> tuple[float, ...]:
-        """Time each rank does not work while any rank does: makespan - busy."""
-        return tuple(self.makespan - busy for busy in self.busy)
-
-    @property
-    def idle(self) -> tuple[float, ...]:
-        """Time each rank waits between its own first start and last end.
-
-        The zero-bubble papers count this one: a rank that starts r steps late may run r steps into the next iteration.
-        """
-        return tuple(
-            ends[-1] - starts[0] - busy if starts else 0.0
-            for starts, ends, busy in zip(self.start, self.end, self.busy, strict=True)
-        )
 
 
 class Deadlock(ValueError):
@@ -189,5 +163,4 @@ def play(
     stuck = {rank: actions[len(ends[rank])] for rank, actions in enumerate(ranks) if len(ends[rank]) < len(actions)}
     if stuck:
         raise Deadlock(stuck)
-    busy = tuple(sum(map(sub, end, start)) for start, end in zip(starts, ends, strict=True))
-    return Timing(tuple(map(tuple, starts)), tuple(map(tuple, ends)), max(clock, default=0.0), busy)
+    return Timing(tuple(map(tuple, starts)), tuple(map(tuple, ends)), max(clock, default=0.0))

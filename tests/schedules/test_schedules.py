@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_check import check
+from schedule_check import bubble, check, idle
 
 from shardwise.run.axes import BIDIRECTIONAL, LOOPED, SPLIT_BACKWARD, V_SHAPED
 from shardwise.schedules import (
@@ -37,7 +37,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 def bubbles(
     schedule: Schedule, forward: float = 1, backward_input: float = 1, backward_weight: float = 1
 ) -> set[float]:
-    return set(time(schedule, Cost.even(schedule.stages, forward, backward_input, backward_weight)).bubble)
+    return set(bubble(time(schedule, Cost.even(schedule.stages, forward, backward_input, backward_weight))))
 
 
 @SMALL
@@ -145,8 +145,8 @@ def test_zb_2p_never_waits_with_twice_the_memory_of_1f1b(
     timing = time(schedule, Cost.even(ranks, forward, grad_input, grad_weight))
     # The paper's table 2: waiting, and what stage i = r + 1 holds, (2p - 2i + 1) M_B + (2i - 2) M_W.
     waits = (ranks - 1) * (forward + grad_input - 2 * grad_weight)
-    assert max(timing.idle) == waits
-    assert set(timing.bubble) == {max(waits, (ranks - 1) * forward)}
+    assert max(idle(timing)) == waits
+    assert set(bubble(timing)) == {max(waits, (ranks - 1) * forward)}
     report = check(schedule)
     assert report.high_water == (2 * ranks - 1,) * ranks
     assert report.high_water_input == tuple(2 * (ranks - rank) - 1 for rank in range(ranks))
@@ -157,8 +157,8 @@ def test_zb_2p_never_waits_with_twice_the_memory_of_1f1b(
 def test_zb_v_never_waits_within_the_memory_of_1f1b(ranks: int, more: int) -> None:
     schedule = make_schedule("zb-v", ranks, 2 * ranks + more)
     timing = time(schedule, Cost.even(schedule.stages))
-    assert timing.idle == (0,) * ranks
-    assert set(timing.bubble) == {ranks - 1}
+    assert idle(timing) == (0,) * ranks
+    assert set(bubble(timing)) == {ranks - 1}
     assert check(schedule).high_water == (2 * ranks,) * ranks
 
 

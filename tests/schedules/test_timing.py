@@ -7,6 +7,7 @@ from time import process_time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_check import bubble, busy, idle
 
 from shardwise.run.axes import BIDIRECTIONAL
 from shardwise.schedules import KINDS, PASSES, SCHEDULES, Cost, Schedule, make_schedule, time
@@ -42,9 +43,9 @@ def test_two_ranks_by_hand() -> None:
     assert timing.start == ((0, 1, 7, 12), (1.5, 3.5, 6.5, 8.5))
     assert timing.end == ((1, 2, 9, 14), (3.5, 6.5, 8.5, 11.5))
     assert timing.makespan == 14
-    assert timing.busy == (6, 10)
-    assert timing.bubble == (8, 4)
-    assert timing.idle == (8, 0)
+    assert busy(timing) == (6, 10)
+    assert bubble(timing) == (8, 4)
+    assert idle(timing) == (8, 0)
 
 
 @settings(max_examples=80, deadline=None)
@@ -69,7 +70,7 @@ def test_latency_is_paid_between_ranks_and_not_on_one() -> None:
     # One microbatch goes down and up: 4 forwards, 4 back, the last W; 2 of the 3 boundaries are between ranks.
     assert time(v, Cost.even(4)).makespan + 4 * 10 == time(v, Cost.even(4), latency=10).makespan
     assert time(v, Cost.even(4), latency=[10, 99, 10]).makespan == time(v, Cost.even(4), latency=10).makespan
-    assert time(make_schedule("zb-v", 1, 4), Cost.even(2), latency=10).bubble == (0,)
+    assert bubble(time(make_schedule("zb-v", 1, 4), Cost.even(2), latency=10)) == (0,)
 
 
 def test_a_cost_of_the_wrong_length_is_refused() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from made_jobs import Host, explained, job_member, message
+from schedule_check import bubble, busy
 
 from shardwise.ledger import as_dict
 from shardwise.report import html_charts
@@ -74,9 +75,9 @@ def test_the_bubble_is_that_of_the_schedule(
     assert (step.stages_per_rank, step.microbatches) == (chunks, microbatches)
     for rank, one in step.ranks.items():
         assert one.actions == tuple(map(str, schedule.ranks[rank]))
-        assert (one.work, one.bubble) == (timing.busy[rank], timing.bubble[rank])
+        assert (one.work, one.bubble) == (busy(timing)[rank], bubble(timing)[rank])
         assert one.bubble == one.scheduled == one.instant
-    assert step.share == pytest.approx(sum(timing.bubble) / timing.makespan / ranks)
+    assert step.share == pytest.approx(sum(bubble(timing)) / timing.makespan / ranks)
 
 
 def test_another_order_is_no_known_schedule(tmp_path: Path) -> None:

@@ -43,7 +43,6 @@ class PagePool:
         self.queried_tokens = 0
         self.found_tokens = 0
         """Tokens that admitted sequences looked up in the prefix cache, and how many of them were found."""
-        self.evictions = 0
         self._free = list(range(pages - 1, NULL_PAGE, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached and held by no sequence, least recently used first
         self._pinned: set[int] = set()
@@ -171,5 +170,4 @@ class PagePool:
             page = next(iter(idle))
         del idle[page]
         self.forget(page)
-        self.evictions += 1
         return page

@@ -89,10 +89,6 @@ class Scheduler:
         fits = self._tables.fewest(longest - 1) < pool.pages
         return longest if fits else (pool.pages - 1) * pool.page_tokens + 1  # the last token is never computed
 
-    def service(self, user: str) -> int:
-        """Tokens that a user has been served, weighted."""
-        return self._waiting.service(user)
-
     def reasons(self, prompt: int, max_new: int) -> list[str]:
         """The reasons why a sequence of such lengths can never run, one sentence each; empty when it can."""
         settings, pool, tokens = self.settings, self.pool, prompt + max_new
@@ -140,8 +136,8 @@ class Scheduler:
         return child
 
     def finish(self, sequence: Sequence) -> None:
-        """End a sequence, at any moment, and release its pages. Steps in flight may still write to them: the sequence that gets
-        them next writes later."""
+        """End a sequence, at any moment, and release its pages; computed ones stay in the prefix cache. Steps in flight may still
+        write to them: the sequence that gets them next writes later."""
         if sequence.state == "finished":
             return
         self._waiting.charge(sequence)
@@ -153,10 +149,6 @@ class Scheduler:
         self._tables.release(sequence)
         sequence.state, sequence.drafts = "finished", []
         self._waiting.leave(sequence)
-
-    def abort(self, sequence: Sequence) -> None:
-        """End a sequence that is not wanted any more. Its computed pages stay in the prefix cache, as for all that end."""
-        self.finish(sequence)
 
     def schedule(self) -> Step:
         """The next step. A step without chunks needs no update; if it moves no pages either, there is nothing to do before the next

@@ -116,11 +116,6 @@ class WaitingQueue:
             self._users[sequence.user].service += service
             sequence.charged = now
 
-    def service(self, name: str) -> int:
-        """The counter of a user."""
-        user = self._users.get(name)
-        return self._gone.get(name, 0) if user is None else user.service
-
     def leave(self, sequence: Sequence) -> None:
         """A sequence has ended. Counters of users without sequences are kept for a while, not forever: users are many."""
         user = self._users[sequence.user]

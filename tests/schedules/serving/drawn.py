@@ -202,7 +202,7 @@ class Life:
 
     def _end(self, sequence: Sequence, abort: bool) -> None:
         if abort:
-            self.scheduler.abort(sequence)
+            self.scheduler.finish(sequence)
             self.aborted += 1
         else:
             # After a stop token there may be more, which was accepted with it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.schedules.serving import PagePool, Scheduler, Sequence, Settings, Step
+from shardwise.schedules.serving.waiting import WaitingQueue
 
 
 def made(
@@ -23,6 +24,12 @@ def added(scheduler: Scheduler, prompt: int, max_new: int = 100, **fields: Any) 
 
 def chunks(step: Step) -> list[tuple[object, int, int, int]]:
     return [(chunk.sequence.key, chunk.start, chunk.count, chunk.samples) for chunk in step.chunks]
+
+
+def service_of(queue: WaitingQueue, name: str) -> int:
+    """What a user has been served, weighted."""
+    user = queue._users.get(name)
+    return queue._gone.get(name, 0) if user is None else user.service
 
 
 def run(scheduler: Scheduler, steps: int = 1) -> Step:

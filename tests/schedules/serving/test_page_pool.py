@@ -64,7 +64,7 @@ def test_what_nobody_holds_is_found_until_its_room_is_needed() -> None:
     assert pool.take(1) == [pages[1]]
     assert pool.find(digests[1]) is None
     assert pool.find(digests[0]) == pages[0]
-    assert pool.evictions == 1
+    assert pool.cached == 1
 
 
 def test_the_least_recently_used_goes_first_and_leaves_before_their_prefixes() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from small_cases import chunks, made, run
+from small_cases import chunks, made, run, service_of
 
 from shardwise.schedules.serving import Scheduler, Sequence, Step
 
@@ -101,7 +101,7 @@ def test_nobody_is_charged_for_what_was_found() -> None:
     for user in ("first", "second"):
         scheduler.add(Sequence(user, list(SYSTEM), 5, user=user))
     run(scheduler)
-    assert (scheduler.service("first"), scheduler.service("second")) == (10, 2)
+    assert [service_of(scheduler._waiting, user) for user in ("first", "second")] == [10, 2]
 
 
 def preempted(scheduler: Scheduler) -> tuple[Sequence, Step]:

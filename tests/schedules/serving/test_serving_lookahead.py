@@ -45,7 +45,7 @@ def test_a_token_under_way_is_waited_for_before_its_sequence_comes_back() -> Non
     assert len(step.chunks) == 2
     assert scheduler.schedule().chunks == []  # one waits to know, the other is preempted at the edge of its page
     assert (late.state, late.pending) == ("waiting", 1)
-    scheduler.abort(patient)
+    scheduler.finish(patient)
     assert scheduler.schedule().chunks == []
     scheduler.update(step, [[1], [2]])
     assert chunks(scheduler.schedule()) == [("s1", 0, 9, 1)]

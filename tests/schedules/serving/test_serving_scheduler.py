@@ -88,7 +88,7 @@ def test_admission_needs_room_for_the_prompt_and_leaves_some_for_the_others() ->
     other = added(scheduler, 21, 4)  # 6 pages; of the 7 that are free then, 2 are for the first to grow into
     run(scheduler)
     assert other.state == "waiting"
-    scheduler.abort(other)
+    scheduler.finish(other)
     other = added(scheduler, 20, 4)
     run(scheduler)
     assert other.state == "prefill"
@@ -195,9 +195,9 @@ def test_whoever_is_aborted_gives_its_pages_back_at_once() -> None:
     running, waiting = added(scheduler, 8, 9), added(scheduler, 8, 9)
     step = scheduler.schedule()
     assert (running.state, waiting.state) == ("decode", "waiting")
-    scheduler.abort(running)
-    scheduler.abort(waiting)
-    scheduler.abort(waiting)
+    scheduler.finish(running)
+    scheduler.finish(waiting)
+    scheduler.finish(waiting)
     assert scheduler.pool.used == 0
     assert scheduler.idle
     scheduler.update(step, [[1]])

@@ -8,7 +8,7 @@ from itertools import count
 from random import Random
 
 import pytest
-from small_cases import added, made, run
+from small_cases import added, made, run, service_of
 
 from shardwise.schedules.serving import Scheduler, Sequence, Settings
 from shardwise.schedules.serving.waiting import REMEMBERED_USERS, WaitingQueue
@@ -94,7 +94,7 @@ def test_generated_tokens_count_twice_and_computing_again_not_at_all() -> None:
     for computed, service in ((6, 6), (12, 14), (0, 14), (12, 14), (13, 16)):
         sequence.computed = computed
         queue.charge(sequence)
-        assert queue.service("a") == service
+        assert service_of(queue, "a") == service
 
 
 def test_the_next_is_always_the_one_a_sort_would_choose() -> None:
@@ -110,7 +110,7 @@ def test_the_next_is_always_the_one_a_sort_would_choose() -> None:
                 queue.remove(gone)
                 queue.leave(gone)
             elif alive:
-                best = min(alive, key=lambda s: (s.priority, queue.service(s.user), s.arrival))
+                best = min(alive, key=lambda s: (s.priority, service_of(queue, s.user), s.arrival))
                 assert queue.head() is best
                 alive.remove(best)
                 served(queue, draw.randint(1, 50))
@@ -140,7 +140,7 @@ def test_service_stays_even_between_users_of_different_habits() -> None:
         for sequence in [s for s in live if len(s.tokens) == s.end]:
             scheduler.finish(sequence)
             live.remove(sequence)
-    long, short = scheduler.service("long"), scheduler.service("short")
+    long, short = (service_of(scheduler._waiting, user) for user in ("long", "short"))
     assert abs(long - short) <= 2 * 4 * (60 + 2 * 40)  # the paper's bound: twice what may run at once
     assert min(long, short) > 10_000
 
