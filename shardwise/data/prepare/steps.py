@@ -11,10 +11,7 @@ from typing import Any
 
 from shardwise.data.prepare.contamination import decontaminate
 from shardwise.data.prepare.extract import html, language
-from shardwise.data.prepare.filters.c4 import c4_paragraphs, c4_quality
-from shardwise.data.prepare.filters.fineweb import fineweb_quality
-from shardwise.data.prepare.filters.gopher import gopher_quality
-from shardwise.data.prepare.filters.repetition import gopher_repetition
+from shardwise.data.prepare.filters import c4_paragraphs, c4_quality, fineweb_quality, gopher_quality, gopher_repetition
 from shardwise.data.prepare.keyed import Exact, Fuzzy, Shuffle, Substring
 from shardwise.data.prepare.privacy import privacy
 from shardwise.data.prepare.words import Document

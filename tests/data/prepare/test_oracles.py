@@ -13,7 +13,7 @@ from data_prepare import STEPS, documents, write_split
 
 from shardwise.data.prepare.contamination import decontaminate
 from shardwise.data.prepare.fates import Fates
-from shardwise.data.prepare.filters.repetition import top_characters
+from shardwise.data.prepare.filters import top_characters
 from shardwise.data.prepare.keyed import Exact, Substring
 from shardwise.data.prepare.minhash import MinHash, survivors
 from shardwise.data.prepare.prepare import prepare
