@@ -70,7 +70,7 @@ def modules() -> dict[str, Path]:
 
 @cache
 def imports(name: str) -> list[tuple[str, bool]]:
-    """What a module imports, and whether it does so as soon as it is imported itself; names of this package without it."""
+    """What a module imports, or names for a later import, and whether it imports it as soon as it is imported itself."""
     path = modules()[name]
     found: list[tuple[str, bool]] = []
 
@@ -91,8 +91,10 @@ def imports(name: str) -> list[tuple[str, bool]]:
             typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body
             walk(child, top and not later and not typing)
 
-    walk(ast.parse(path.read_text()), True)
-    return found
+    tree = ast.parse(path.read_text())
+    walk(tree, True)
+    words = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return found + [(word, False) for word in words if word.startswith("shardwise.") and word[10:] in modules()]
 
 
 def inside(name: str) -> Iterator[tuple[str, bool]]:

@@ -11,7 +11,7 @@ PRIVATE = re.compile(
 )
 ELSEWHERE = {
     "model/gemm/accumulate.py": "a pass of the compiler, which it must not load for everybody",
-    "cli/machinery/preload.py": "an import for its effect",
+    "train/faults/preload.py": "an import for its effect",
 }
 
 

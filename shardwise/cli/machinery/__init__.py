@@ -1,1 +1,1 @@
-"""Helpers shared by verbs: argument types, terminal characters and progress, versions, and the imports of the fork server."""
+"""Helpers shared by verbs: argument types, terminal characters and progress, versions."""

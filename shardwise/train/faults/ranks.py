@@ -96,7 +96,7 @@ def start_fork_server() -> ForkServerContext | SpawnContext:
     command does; called again, it starts a new server if the last one was killed."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # no temporary folder, or its path is too long for a socket
-            forkserver.set_forkserver_preload(["shardwise.cli.machinery.preload"])
+            forkserver.set_forkserver_preload(["shardwise.train.faults.preload"])
             resource_tracker.ensure_running()  # resets the signal mask, so it comes first
             # Until the server has left the command's process group, signals to that group must not reach it: it
             # inherits this mask.

@@ -22,7 +22,5 @@ atexit.register(os._exit, 0)  # when the command ends, skip PyTorch's teardown, 
 import torch._dynamo  # otherwise imported when a model is built
 import torch.distributed.fsdp
 
-import shardwise.cli.entry
-import shardwise.cli.main
-import shardwise.cli.training.train
 import shardwise.train.loop
+import shardwise.train.processes.launch
