@@ -29,7 +29,7 @@ def accesses(kernel: Any, **arguments: Any) -> Counter[str]:
 
 def test_rows_go_to_their_experts_16_bytes_at_a_time() -> None:
     pytest.importorskip("triton")
-    from shardwise.model.kernels import moe_dispatch as kernels
+    from shardwise.model.kernels import moe as kernels
 
     shape = dict(K=K, WIDTH=WIDTH, BLOCK=WIDTH)
     spread = accesses(kernels._spread, x=ROWS, places=INDICES, rows=ROWS, **shape)

@@ -21,7 +21,7 @@ def has_fused_kernels(x: Tensor) -> bool:
 @torch.library.custom_op("shardwise::topk_experts", mutates_args=(), schema="(Tensor scores, int k) -> Tensor")
 def topk_experts(scores: Tensor, k: int) -> Tensor:
     """The experts of the k highest scores, [..., experts] to [..., k]; of equal scores the first expert wins."""
-    from shardwise.model.kernels.moe_topk import topk_experts_fused
+    from shardwise.model.kernels.moe import topk_experts_fused
 
     return topk_experts_fused(scores, k)
 
@@ -39,7 +39,7 @@ def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
     Choices of one expert stay in order. A choice of an expert that does not exist has index -1 and no row.
     """
-    from shardwise.model.kernels.moe_sort import sort_by_expert_fused
+    from shardwise.model.kernels.moe import sort_by_expert_fused
 
     return sort_by_expert_fused(chosen, experts)
 
@@ -54,7 +54,7 @@ def _(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 )
 def dispatch(x: Tensor, places: Tensor, rows: int) -> Tensor:
     """Copy each token [tokens, width] to its row indices [tokens, k] among `rows` rows; rows without a token are undefined."""
-    from shardwise.model.kernels.moe_dispatch import dispatch_fused
+    from shardwise.model.kernels.moe import dispatch_fused
 
     return dispatch_fused(x, places, rows)
 
@@ -67,7 +67,7 @@ def _(x: Tensor, places: Tensor, rows: int) -> Tensor:
 @torch.library.custom_op("shardwise::combine", mutates_args=(), schema="(Tensor rows, Tensor places) -> Tensor")
 def combine(rows: Tensor, places: Tensor) -> Tensor:
     """For each token, the sum of the rows at its indices, in the order of its choices."""
-    from shardwise.model.kernels.moe_dispatch import combine_fused
+    from shardwise.model.kernels.moe import combine_fused
 
     return combine_fused(rows, places)
 
@@ -82,7 +82,7 @@ def _(rows: Tensor, places: Tensor) -> Tensor:
 )
 def combine_weighted(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     """For each token, the sum of the rows at its indices, weighted by [tokens, k]."""
-    from shardwise.model.kernels.moe_dispatch import combine_fused
+    from shardwise.model.kernels.moe import combine_fused
 
     return combine_fused(rows, places, weights)
 
@@ -99,7 +99,7 @@ def _(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 )
 def combine_weighted_backward(gradient: Tensor, rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of `combine_weighted` for its rows and its weights."""
-    from shardwise.model.kernels.moe_dispatch import combine_weighted_backward_fused
+    from shardwise.model.kernels.moe import combine_weighted_backward_fused
 
     return combine_weighted_backward_fused(gradient, rows, places, weights)
 
