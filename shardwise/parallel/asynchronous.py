@@ -1,4 +1,4 @@
-"""Asynchronous pipelines, PipeDream and PipeDream-2BW (`schedules/asynchronous.py` says which weights a microbatch uses).
+"""Asynchronous pipelines, PipeDream and PipeDream-2BW (which weights a microbatch uses: `schedules/one_forward_one_backward.py`).
 
 A step runs all its forward passes. On a rank d stages before the last, each is followed by one backward pass once more than d
 microbatches are in flight. The oldest microbatch goes backward first, so a step begins with backward passes of the step before.

@@ -11,9 +11,9 @@ from shardwise.schedules.actions import (
     peak_activations,
     transfers,
 )
-from shardwise.schedules.asynchronous import version_of, versions_kept
 from shardwise.schedules.bpipe import evictions
 from shardwise.schedules.make import SCHEDULES, cached_schedule, fewer_rounds, legal, make_schedule, rounds_to_play
+from shardwise.schedules.one_forward_one_backward import version_of, versions_kept
 from shardwise.schedules.stages import split_layers
 from shardwise.schedules.timing import Cost, Deadlock, Timing, play, time
 

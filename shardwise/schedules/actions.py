@@ -137,12 +137,16 @@ def v_placement(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
-def keep_microbatches(lists: Iterable[Iterable[Action]], microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """The lists without the microbatches from `microbatches` on.
+def keep_microbatches(
+    lists: Iterable[Iterable[Action]], microbatches: int, made: int
+) -> tuple[tuple[Action, ...], ...]:
+    """The lists, which were made for `made` microbatches, without those from `microbatches` on.
 
     No action depends on another microbatch, so leaving some out cannot cause a deadlock. This is how regular schedules serve
     irregular counts: the next regular count is scheduled, and the surplus left out.
     """
+    if made == microbatches:
+        return tuple(map(tuple, lists))
     return tuple(tuple(action for action in actions if action.microbatch < microbatches) for actions in lists)
 
 

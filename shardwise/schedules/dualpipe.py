@@ -32,8 +32,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """The published lists, on a V."""
     regular = max(microbatches, 2 * ranks)
     lists = [_rank_list(ranks, rank, rank, 2 * ranks - 1 - rank, regular) for rank in range(ranks)]
-    kept = tuple(lists) if microbatches == regular else keep_microbatches(lists, microbatches)
-    return Schedule("dualpipe-v", kept, v_placement(ranks), microbatches)
+    return Schedule("dualpipe-v", keep_microbatches(lists, microbatches, regular), v_placement(ranks), microbatches)
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:

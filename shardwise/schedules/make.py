@@ -11,12 +11,10 @@ from typing import NamedTuple
 
 from shardwise.schedules.actions import Schedule
 from shardwise.schedules.all_forward_all_backward import breadth_first, gpipe
-from shardwise.schedules.asynchronous import asynchronous
 from shardwise.schedules.bpipe import bpipe
 from shardwise.schedules.dualpipe import dualpipe, dualpipe_v
-from shardwise.schedules.one_forward_one_backward import interleaved, one_forward_one_backward
-from shardwise.schedules.split_backward import zb_h1, zb_v
-from shardwise.schedules.zero_bubble_2p import zb_2p
+from shardwise.schedules.one_forward_one_backward import asynchronous, interleaved, one_forward_one_backward
+from shardwise.schedules.split_backward import zb_2p, zb_h1, zb_v
 
 
 class _Family(NamedTuple):

@@ -3,7 +3,7 @@ gradient, which no rank waits for and which therefore fills the bubble. P is the
 are the times of one stage, of which ZB-V has two per rank, placed in a V. DualPipe, which splits some backwards, is in
 `dualpipe.py`.
 
-ZB-H1 and ZB-V (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sections 2.1 and 6):
+ZB-H1, ZB-V and ZB-2p are of Qi et al. 2023, "Zero Bubble Pipeline Parallelism". ZB-H1 and ZB-V (sections 2.1 and 6):
 
 - ZB-H1, m >= P microbatches: bubble (P - 1)(F + I - W), a third of 1F1B's when the three are equal. Every rank holds P
   microbatches, 1F1B's maximum: rank r has P - r before I, as in 1F1B, and up to r deferred W. This holds for W <= F and W <= I.
@@ -11,6 +11,15 @@ ZB-H1 and ZB-V (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sections 2.1
   rank holds 2P microbatch-stages, which are P microbatches of a whole rank, 1F1B's maximum. Rank r starts r F after rank 0 and ends
   r F after it. So where all ranks synchronise after the step, (P - 1) F of bubble remain, half of ZB-H1's as a stage is half a
   rank; the paper removes it by stepping the optimizer without synchronising.
+
+ZB-2p (sections 2.2 and 3.1): a rank runs forwards ahead until the first gradient comes back up, 2(P - r) - 1 of them on rank r,
+and keeps 2P - 1 microbatches in all, including those whose W is deferred, twice the memory of 1F1B. Within these two limits the
+lists follow the paper's heuristic: play the pipeline, and give each idle rank an I where one is ready, else an F, else a W. Each of
+the three takes one unit of time here, the case for which the paper draws this schedule by hand (ZB-H2). With m >= 2P - 1:
+
+- waiting between a rank's first and last action: none where F = I = W. Where they differ ZB-H2's is (P - 1)(F + I - 2W);
+- rank r starts and ends r F after rank 0: as with ZB-V, (P - 1) F of bubble remain where all ranks synchronise after the step;
+- rank r holds 2(P - r) - 1 microbatches before I and 2r between I and W, 2P - 1 in all; the paper's limit is 2P.
 
 With fewer microbatches than a schedule needs, the regular one is scheduled and the surplus left out; the bubble is larger.
 """
@@ -114,6 +123,35 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
         for _ in range(below + 1):
             back(down)
         out.backward_weights()
-        lists.append(tuple(out.actions))
-    kept = tuple(lists) if microbatches == regular else keep_microbatches(lists, microbatches)
-    return Schedule("zb-v", kept, v_placement(ranks), microbatches)
+        lists.append(out.actions)
+    return Schedule("zb-v", keep_microbatches(lists, microbatches, regular), v_placement(ranks), microbatches)
+
+
+def zb_2p(ranks: int, microbatches: int) -> Schedule:
+    """Forwards run as far ahead as a microbatch takes down and up again; W runs wherever nothing else can."""
+    regular = max(microbatches, 2 * ranks - 1)
+    lists = [RankList() for _ in range(ranks)]
+    done = [0] * ranks  # number of W each rank has done
+    none = [0] * (ranks - 1)
+    sent = [[regular, *none], [*none, regular]]  # forwards and gradients that each rank has received
+    while min(done) < regular:
+        given = [list(each) for each in sent]  # results of this unit of time are available in the next
+        for rank, out in enumerate(lists):
+            forwards, backwards = out.forwards[rank], out.backwards[rank]
+            if backwards < min(forwards, given[1][rank]):
+                out.backward_input(rank)
+                if rank:
+                    sent[1][rank - 1] += 1
+            elif (
+                forwards < given[0][rank]
+                and forwards - backwards < 2 * (ranks - rank) - 1
+                and forwards - done[rank] < 2 * ranks - 1
+            ):
+                out.forward(rank)
+                if rank < ranks - 1:
+                    sent[0][rank + 1] += 1
+            elif done[rank] < backwards:
+                out.backward_weight()
+                done[rank] += 1
+    kept = keep_microbatches((out.actions for out in lists), microbatches, regular)
+    return Schedule("zb-2p", kept, loop_placement(ranks, 1), microbatches)
