@@ -1,8 +1,8 @@
 """The scheduler of a serving engine: pages of the KV cache, and which tokens each step computes. Pure Python, so that the planner
 plays the same steps that the engine executes.
 
-`pages.py` allocates pages and finds cached ones, `tables.py` keeps the page table of each sequence, `waiting.py` orders the waiting
-sequences, `running.py` the running ones, and `scheduler.py` makes the steps of `sequence.py`.
+`pages.py` allocates pages and finds cached ones, `tables.py` keeps the page table of each sequence, `queues.py` orders the waiting
+and the running sequences, and `scheduler.py` makes the steps of `sequence.py`.
 """
 
 from shardwise.schedules.serving.pages import NULL_PAGE, PagePool

@@ -31,10 +31,7 @@ class PagePool:
             raise ValueError(
                 f"{pages} pages of {page_tokens} tokens and {host_pages} of the host: at least 2, as page 0 is not used, 1 and 0"
             )
-        self.pages = pages
-        self.page_tokens = page_tokens
-        self.host_pages = host_pages
-        self.prefix_cache = prefix_cache
+        self.pages, self.page_tokens, self.host_pages, self.prefix_cache = pages, page_tokens, host_pages, prefix_cache
         self.leaves_first = True
         """Do not evict a page that a cached page follows, since that one would not be found without it; with a sliding window it
         would be."""
@@ -74,12 +71,9 @@ class PagePool:
 
     def take(self, count: int) -> list[int]:
         """Allocate this many pages, no more than are available. Pages that are not in the prefix cache go first."""
-        free, counts = self._free, self.counts
-        taken = []
-        for _ in range(count):
-            page = free.pop() if free else self._evict()
-            counts[page] = 1
-            taken.append(page)
+        taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for page in taken:
+            self.counts[page] = 1
         return taken
 
     def share(self, page: int) -> None:

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from math import ceil
 
 from shardwise.schedules.serving.pages import PagePool
-from shardwise.schedules.serving.running import Running
+from shardwise.schedules.serving.queues import Running, WaitingQueue
 from shardwise.schedules.serving.sequence import Chunk, Sequence, Step
 from shardwise.schedules.serving.settings import Settings
 from shardwise.schedules.serving.tables import PageTables
-from shardwise.schedules.serving.waiting import WaitingQueue
 
 
 @dataclass

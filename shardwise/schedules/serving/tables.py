@@ -15,9 +15,8 @@ class PageTables:
     """Changes the page tables of sequences and accounts for it in the pool. `window`: the latest positions that a token sees,
     itself included; 0: all."""
 
-    def __init__(self, pool: PagePool, window: int = 0) -> None:
-        self.pool = pool
-        self.window = window
+    def __init__(self, pool: PagePool, window: int) -> None:
+        self.pool, self.window = pool, window
 
     def pages_of(self, tokens: int) -> int:
         """Pages that this many tokens fill, the last perhaps in part."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.schedules.serving import PagePool, Scheduler, Sequence, Settings, Step
-from shardwise.schedules.serving.waiting import WaitingQueue
+from shardwise.schedules.serving.queues import WaitingQueue
 
 
 def made(

@@ -8,7 +8,7 @@ import pytest
 from small_cases import added, chunks, made, run
 
 from shardwise.schedules.serving import Sequence, Settings
-from shardwise.schedules.serving.running import Running
+from shardwise.schedules.serving.queues import Running
 
 
 def test_a_prompt_is_computed_in_chunks_and_then_token_by_token() -> None:

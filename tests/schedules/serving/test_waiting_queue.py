@@ -11,7 +11,7 @@ import pytest
 from small_cases import added, made, run, service_of
 
 from shardwise.schedules.serving import Scheduler, Sequence, Settings
-from shardwise.schedules.serving.waiting import REMEMBERED_USERS, WaitingQueue
+from shardwise.schedules.serving.queues import REMEMBERED_USERS, WaitingQueue
 
 
 @pytest.fixture

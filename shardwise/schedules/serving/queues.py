@@ -1,4 +1,4 @@
-"""The order of waiting sequences: by priority, then by how little their user has been served, then by arrival.
+"""The order of waiting sequences: by priority, then by how little their user has been served, then by arrival; and of running ones.
 
 Service is counted in tokens, a generated one twice a prompt's, and the user with the least service goes first: the virtual token
 counter of Sheng et al. 2024 (Fairness in Serving Large Language Models). A user who comes back after a pause begins at the least
@@ -6,6 +6,9 @@ service of the waiting users; otherwise idleness would be credit to shut the oth
 others of their priority: they have waited already.
 
 Counters only grow, so entries in a heap of users may be outdated: its top is checked and put back until it is current.
+
+The order of running sequences is that of importance: priority, then arrival. A step is made in this order and the last sequence is
+preempted first, so that no sequence is preempted after one of its chunks was scheduled.
 """
 
 from __future__ import annotations
@@ -153,3 +156,43 @@ class WaitingQueue:
                 return True
             heapreplace(heap, now)
         return False
+
+
+class Running:
+    """The running sequences, which hold a slot: those in decode and those in prefill, each sorted by order, and the free slots."""
+
+    def __init__(self, slots: int) -> None:
+        self.prefill: list[Sequence] = []
+        self.decode: list[Sequence] = []
+        self.slots = list(range(slots - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self.prefill) + len(self.decode)
+
+    def start(self, sequence: Sequence) -> None:
+        """Give it a slot; its prompt is to be computed."""
+        sequence.slot = self.slots.pop()
+        sequence.state = "prefill"
+        insort(self.prefill, sequence, key=order_of)
+
+    def decodes(self, sequence: Sequence) -> None:
+        """Its prompt is computed: move it to decode."""
+        self._take_out(sequence)
+        sequence.state = "decode"
+        insort(self.decode, sequence, key=order_of)
+
+    def stop(self, sequence: Sequence) -> None:
+        """Take its slot back."""
+        self._take_out(sequence)
+        self.slots.append(sequence.slot)
+        sequence.slot = -1
+
+    def last(self, decoding: bool) -> Sequence:
+        """The last sequence in order: of all while decoding sequences are scheduled, then of those in prefill."""
+        if decoding and not (self.prefill and self.prefill[-1].order > self.decode[-1].order):
+            return self.decode[-1]
+        return self.prefill[-1]
+
+    def _take_out(self, sequence: Sequence) -> None:
+        some = self.decode if sequence.state == "decode" else self.prefill
+        del some[bisect_left(some, sequence.order, key=order_of)]
