@@ -10,6 +10,8 @@ that message counters see PyTorch's own collectives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,49 +64,19 @@ def _gathered(x: Tensor, group: Group, dim: int, again: bool) -> Tensor:
     return whole
 
 
-class _AllGatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int, again: bool) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gathered(x, group, dim, again)
+class Collective(torch.autograd.Function):
+    """A collective whose backward pass is another function of the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return reduce_scatter(grads[0], ctx.group, ctx.dim), None, None, None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return reduce_scatter(x, group, dim)
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.backward_of = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grads[0], ctx.group, ctx.dim), None, None
-
-
-class _AllReduceReplicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        out = x.clone()
-        dist.all_reduce(out, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
-        ctx.group, ctx.received, ctx.sent = group, received, sent
-        return _all_to_all(x, group, received, sent)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grads[0], ctx.group, ctx.sent, ctx.received), None, None, None
+        return ctx.backward_of(grads[0]), None, None
 
 
 def _all_to_all(x: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
@@ -144,9 +116,7 @@ def _(x: Tensor, group: str, dim: int) -> Tensor:
 
 @torch.library.custom_op("shardwise::all_reduce", mutates_args=(), schema="(Tensor x, str group) -> Tensor")
 def _all_reduce_op(x: Tensor, group: str) -> Tensor:
-    out = x.clone()
-    dist.all_reduce(out, group=group_named(group))
-    return out
+    return all_reduced(x.clone(), group_named(group))
 
 
 @_all_reduce_op.register_fake
@@ -183,33 +153,43 @@ _all_to_all_op.register_autograd(
 )
 
 
-def all_gather_sequence(x: Tensor, group: Group, dim: int = 1, *, again: bool = True) -> Tensor:
+def all_gather_sequence(x: Tensor, group: Group, *, again: bool = True) -> Tensor:
     """All shards of a sequence; the ranks continue with different work, so their gradients are reduce-scattered. With `again`, a
     backward pass saves only the shard, and gathers it again (`activations/saving.py`)."""
-    if group is not None and torch.compiler.is_compiling():
-        return _all_gather_op(x, group.group_name, dim, again)
-    return x if group is None else _AllGatherSequence.apply(x, group, dim, again)
+    if group is None:
+        return x
+    if torch.compiler.is_compiling():
+        return _all_gather_op(x, group.group_name, 1, again)
+    back = partial(reduce_scatter, group=group, dim=1)
+    return Collective.apply(x, partial(_gathered, group=group, dim=1, again=again), back)
 
 
-def reduce_scatter_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
+def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     """Sum of partial results; each rank keeps its shard of the sequence."""
-    if group is not None and torch.compiler.is_compiling():
-        return _reduce_scatter_op(x, group.group_name, dim)
-    return x if group is None else _ReduceScatterSequence.apply(x, group, dim)
+    if group is None:
+        return x
+    if torch.compiler.is_compiling():
+        return _reduce_scatter_op(x, group.group_name, 1)
+    return Collective.apply(x, partial(reduce_scatter, group=group, dim=1), partial(all_gather, group=group, dim=1))
 
 
 def all_reduce_replicated(x: Tensor, group: Group) -> Tensor:
     """Sum of partial results; every rank holds the full sum, and takes its gradient."""
-    if group is not None and torch.compiler.is_compiling():
+    if group is None:
+        return x
+    if torch.compiler.is_compiling():
         return _all_reduce_op(x, group.group_name)
-    return x if group is None else _AllReduceReplicated.apply(x, group)
+    return Collective.apply(x, lambda x: all_reduced(x.clone(), group), lambda grad: grad)
 
 
 def all_to_all(x: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
     """All-to-all of rows: `sent[r]` rows go to rank r, `received[r]` rows come from rank r, in rank order."""
-    if group is not None and torch.compiler.is_compiling():
+    if group is None:
+        return x
+    if torch.compiler.is_compiling():
         return _all_to_all_op(x, group.group_name, received, sent)
-    return x if group is None else _AllToAll.apply(x, group, received, sent)
+    to, back = (partial(_all_to_all, group=group, received=a, sent=b) for a, b in ((received, sent), (sent, received)))
+    return Collective.apply(x, to, back)
 
 
 def all_reduced(x: Tensor, group: Group) -> Tensor:

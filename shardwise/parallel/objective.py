@@ -10,13 +10,12 @@ elements per sum, in the forward pass only. Every context rank computes the same
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.parallel.collectives import Group
+from shardwise.parallel.collectives import Collective, Group, all_reduced
 
 Microbatch = dict[str, Tensor | None]
 """Tokens, positions and documents, and the objective's other inputs for each token."""
@@ -51,19 +50,7 @@ def document_sums(values: Tensor, documents: Tensor, group: Group) -> Tensor:
     )
     sums = values.new_zeros(len(values) * len(documents) * slots).scatter_add(0, place.flatten(), values.flatten())
     sums = sums.view(len(values), len(documents), slots)
-    return sums if group is None else _SharedSum.apply(sums, group, ranks)
-
-
-class _SharedSum(torch.autograd.Function):
-    """A sum over ranks, from which all compute the same loss and take a share: the shares' gradients are identical, and add up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0] * ctx.ranks, None, None
+    if group is None:
+        return sums
+    # The shares' gradients are identical, and add up.
+    return Collective.apply(sums, lambda x: all_reduced(x.clone(), group), lambda grad: grad * ranks)
