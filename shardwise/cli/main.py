@@ -128,7 +128,7 @@ def run_command(arguments: Sequence[str]) -> int:
     parser = _Parser(prog=f"shardwise {verb}", description=module.HELP, allow_abbrev=False)
     module.add_arguments(parser)
     args = parser.parse_args(rest)
-    args.overrides, args.arguments = overrides, list(arguments)
+    args.overrides, args.arguments = overrides, [verb, *rest]
     if overrides and not hasattr(args, "run"):
         raise UserError(f"shardwise {verb} takes no run, so it has no --{overrides[0].partition('=')[0]}")
     return module.execute(args)

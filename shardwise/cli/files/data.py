@@ -1,16 +1,17 @@
-"""`shardwise data`: builds token shards from text or conversations in files, JSONL or Parquet, and shows the content of a set.
-`cli/files/prepare.py` prepares raw files."""
+"""`shardwise data`: builds token shards from text or conversations in files, JSONL or Parquet, shows the content of a set, and
+stores the scores of a reference or a teacher beside one. `cli/files/prepare.py` prepares raw files."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from shardwise.run.problems import Problem, UserError
+from shardwise.run.problems import Problem, UserError, counted
 
 if TYPE_CHECKING:
     from shardwise.data.build import Progress, Summary
@@ -114,9 +115,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     from shardwise.cli.files.prepare import execute_fate, execute_prepare
-    from shardwise.cli.files.scores import execute as score
 
-    verbs = {"build": _build, "show": _show, "prepare": execute_prepare, "fate": execute_fate, "score": score}
+    verbs = {"build": _build, "show": _show, "prepare": execute_prepare, "fate": execute_fate, "score": _score}
     return verbs[args.data_verb](args)
 
 
@@ -202,7 +202,7 @@ def _print_summary(summary: Summary) -> None:
         print_counts(index, summary.folder)
     else:
         print(f"documents        {index.documents:,}{skipped}")
-    print(f"tokens           {index.tokens:,} as {index.dtype}, in {_shards(len(index.shards))}")
+    print(f"tokens           {index.tokens:,} as {index.dtype}, in {counted(len(index.shards), 'shard')}")
     print(f"text             {megabytes(index.text_bytes)}, {index.text_bytes / index.tokens:.2f} bytes a token")
     if not summary.already:
         resumed = f", {summary.resumed} of {summary.units} units done earlier" if summary.resumed else ""
@@ -258,10 +258,6 @@ def megabytes(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def _shards(count: int) -> str:
-    return "1 shard" if count == 1 else f"{count:,} shards"
-
-
 def _show(args: argparse.Namespace) -> int:
     from shardwise.data.shards import TokenSet
 
@@ -275,12 +271,12 @@ def _show(args: argparse.Namespace) -> int:
         from shardwise.cli.files.conversations import print_counts, show_samples
 
         print_counts(index, tokens.folder)
-        print(f"tokens           {index.tokens:,} as {index.dtype}, in {_shards(len(index.shards))}")
+        print(f"tokens           {index.tokens:,} as {index.dtype}, in {counted(len(index.shards), 'shard')}")
         print(f"fingerprint      {index.fingerprint}")
         show_samples(tokens, args.samples)
         return 0
     print(f"documents    {index.documents:,}" + (f" ({index.skipped:,} empty ones left out)" if index.skipped else ""))
-    print(f"tokens       {index.tokens:,} as {index.dtype}, in {_shards(len(index.shards))}")
+    print(f"tokens       {index.tokens:,} as {index.dtype}, in {counted(len(index.shards), 'shard')}")
     made = index.tokenizer
     print(f"tokenizer    {made['kind']}, {made['vocab']:,} tokens, {made['end']} ends a document")
     print(f"text         {index.text_bytes / max(index.tokens, 1):.2f} bytes a token")
@@ -310,3 +306,38 @@ def _holdings(tokens: TokenSet, excerpt: str) -> dict[str, Any]:
         "fingerprint": index.fingerprint,
         "excerpt": excerpt,
     }
+
+
+def _score(args: argparse.Namespace) -> int:
+    """Store the log-probabilities of a reference or a teacher, on as many ranks as the run's layout needs."""
+    from shardwise.cli.machinery.ranks import start_here
+    from shardwise.hardware.chips import unknown_chip
+    from shardwise.run import read_run
+    from shardwise.train.processes import launch
+    from shardwise.train.processes.environment import rank_environment
+
+    run = launch.resolve_layout(read_run(args.run, args.overrides, (unknown_chip,)), args.overrides)
+    from shardwise.train.batches.score import check_scoring, score
+
+    environment = rank_environment(os.environ)
+    launch.check_here(run, environment)
+    launch.check_gpus(run)
+    check_scoring(run)
+    if environment is None and run.layout.world > 1:
+        return start_here(run, args)
+    if environment is not None:
+        launch.join(environment, run)
+    try:
+        score(run, _say)
+    finally:
+        launch.leave()
+    return 0
+
+
+def _say(text: str) -> None:
+    """Show progress on one line of a terminal; in a log, print only what is done."""
+    ends = not text.endswith(" rows")
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="\n" if ends else "", file=sys.stderr, flush=True)
+    elif ends:
+        print(text, flush=True)

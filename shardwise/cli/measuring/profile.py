@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.machinery.ranks import words_of
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import Problem, Run, UserError, counted, read_run
 
@@ -50,7 +51,7 @@ def execute(args: argparse.Namespace) -> int:
         source_of(run)  # report errors in the data once, not on every rank
         prepare_folder(folder)
         # Also for a single rank, so that the profiler's own messages go to a log.
-        return launch.start_local(_rank_arguments(args, folder), run.layout.world, folder / "logs")
+        return launch.start_local(words_of(args), run.layout.world, folder / "logs")
     return _as_rank(run, args, folder, environment, ranks)
 
 
@@ -69,14 +70,6 @@ def chosen_ranks(text: str | None, world: int) -> tuple[int, ...] | None:
             raise UserError(Problem(f"the run has ranks 0 to {world - 1}, not {ranks[-1]}", "--ranks", "command line"))
         found |= set(ranks)
     return tuple(sorted(found))
-
-
-def _rank_arguments(args: argparse.Namespace, folder: Path) -> list[str]:
-    """The arguments of this command, to start the ranks with."""
-    words = ["profile", args.run, "--out", str(folder), "--steps", str(args.steps), "--warmup", str(args.warmup)]
-    words += ["--ranks", args.ranks] if args.ranks else []
-    words += [f"--{key}" for key in ("modules", "json") if getattr(args, key)]
-    return words + [f"--{override}" for override in args.overrides]
 
 
 def _as_rank(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cli.machinery.options import at_least, new_file, write_file
+from shardwise.cli.machinery.ranks import start_here
 from shardwise.cli.machinery.terminal import progress_line
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import Run, UserError, counted, read_planned, read_run
@@ -93,10 +92,7 @@ def execute(args: argparse.Namespace) -> int:
     environment = rank_environment(os.environ)
     launch.check_here(run, environment)
     if environment is None and run.layout.world > 1:
-        logs = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
-        code = launch.start_local(_rank_arguments(args), run.layout.world, logs)
-        if code != 1:  # the message of a failure names the logs
-            shutil.rmtree(logs, ignore_errors=True)
+        code = start_here(run, args)
         return 1 if code == launch.ANSWER else code
     return _as_rank(run, args, environment)
 
@@ -135,15 +131,6 @@ def _rehearse(run: Run, args: argparse.Namespace) -> int:
     console.print()
     console.print(terminal.notes(notes))
     return answer(found.agrees)
-
-
-def _rank_arguments(args: argparse.Namespace) -> list[str]:
-    """The arguments of this command, to start the ranks with."""
-    words = ["verify", args.run, "--steps", str(args.steps), *(f"--{override}" for override in args.overrides)]
-    words += ["--json"] if args.json else []
-    if args.time is not None:
-        words += ["--time", str(args.time)]
-    return words + (["--html", args.html] if args.html else [])
 
 
 def _as_rank(run: Run, args: argparse.Namespace, environment: object) -> int:

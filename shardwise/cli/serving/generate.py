@@ -60,7 +60,7 @@ def execute(args: argparse.Namespace) -> int:
     from shardwise.checkpoint.folder import checkpoint_folder
     from shardwise.checkpoint.format import RUN_FILE
     from shardwise.checkpoint.huggingface.peft import adapted
-    from shardwise.cli.serving.ranks import engine_here, start_ranks
+    from shardwise.cli.machinery.ranks import engine_here, start_ranks
     from shardwise.data.tokenizer import load_tokenizer
     from shardwise.run import read_served
     from shardwise.serve.generate import continue_prompts, encode_prompt
@@ -86,7 +86,7 @@ def execute(args: argparse.Namespace) -> int:
         train=replace(run.train, dtype=args.dtype or run.train.dtype, device=args.device),
         serve=replace(run.serve, max_sequences=min(len(prompts), run.serve.max_sequences)),
     )
-    code = start_ranks(run, args.arguments)
+    code = start_ranks(run, args)
     if code is not None:
         return code
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, seed=args.seed)

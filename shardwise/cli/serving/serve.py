@@ -58,7 +58,7 @@ def execute(args: argparse.Namespace) -> int:
     from shardwise.checkpoint.folder import checkpoint_folder
     from shardwise.checkpoint.format import RUN_FILE
     from shardwise.checkpoint.huggingface.peft import adapted, adapter_folder
-    from shardwise.cli.serving.ranks import engine_here, rank_here, start_ranks
+    from shardwise.cli.machinery.ranks import engine_here, rank_here, start_ranks
     from shardwise.run import read_served
     from shardwise.serve.event_loop import run_in_loop
     from shardwise.serve.server.address import address_of, open_socket
@@ -74,7 +74,7 @@ def execute(args: argparse.Namespace) -> int:
     limits = within_files(Limits(**given))
     if not rank_here() and not keys and not _is_local(args.host):
         print(f"warning: whoever reaches {args.host} may use this model; --api-key KEY asks for a key", file=sys.stderr)
-    code = start_ranks(run, args.arguments)
+    code = start_ranks(run, args)
     if code is not None:
         return code
     # Opened before the weights are read, which may take minutes.

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from shardwise.cli.machinery.ranks import words_of
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import read_run
 
@@ -44,8 +45,7 @@ def execute(args: argparse.Namespace) -> int:
     launch.check_gpus(run)
     if starts_ranks:
         check(run, out, source_of)
-        overrides = [f"--{override}" for override in args.overrides]
-        return launch.start_ranks(run, out, ["train", args.run, "--out", str(out), *overrides])
+        return launch.start_ranks(run, out, words_of(args))
     from shardwise.train.faults.stop import PREEMPTED, Preempted
     from shardwise.train.loop import train
 

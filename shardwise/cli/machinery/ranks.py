@@ -1,13 +1,14 @@
-"""The ranks of a verb that uses an engine: start them here unless they are started already, join them, and leave at the end."""
+"""The ranks of a verb: started here unless they are started already; those that use an engine join, and leave at the end."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,9 +29,25 @@ def rank_here() -> int | None:
     return None if environment is None or environment.world_size == 1 else environment.rank
 
 
-def start_ranks(run: Run, arguments: list[str]) -> int | None:
-    """Run `shardwise ARGUMENTS` as the ranks of the run's layout on this machine, and return its exit code; None if one process is
-    enough, or the ranks are already started."""
+def words_of(args: argparse.Namespace) -> list[str]:
+    """The arguments of this command, to start its ranks with. A layout that was searched for is among them."""
+    return [*args.arguments, *(f"--{override}" for override in args.overrides)]
+
+
+def start_here(run: Run, args: argparse.Namespace, passed_on: Sequence[signal.Signals] = ()) -> int:
+    """Run this command as the ranks of the run's layout on this machine, and return its exit code; `passed_on` are signals for the
+    first rank."""
+    from shardwise.train.processes import launch
+
+    logs = Path(tempfile.mkdtemp(prefix="shardwise-ranks-"))
+    code = launch.start_local(words_of(args), run.layout.world, logs, passed_on)
+    if code != 1:  # the message of a failure names the logs
+        shutil.rmtree(logs, ignore_errors=True)
+    return code
+
+
+def start_ranks(run: Run, args: argparse.Namespace) -> int | None:
+    """The same for a verb that uses an engine; None if one process is enough, or the ranks are already started."""
     from shardwise.train.faults.ranks import start_fork_server
     from shardwise.train.processes import launch
     from shardwise.train.processes.environment import rank_environment
@@ -40,11 +57,7 @@ def start_ranks(run: Run, arguments: list[str]) -> int | None:
     if environment is not None or run.layout.world == 1:
         return None
     start_fork_server()
-    logs = Path(tempfile.mkdtemp(prefix="shardwise-ranks-"))
-    code = launch.start_local(arguments, run.layout.world, logs, STOPS)
-    if code != 1:  # the message of a failure names the logs
-        shutil.rmtree(logs, ignore_errors=True)
-    return code
+    return start_here(run, args, STOPS)
 
 
 @contextlib.contextmanager
