@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.model.kernels.dequantize import dequantize_int4
-from shardwise.model.kernels.gemm.fp8_rows import fp8_rows
 from shardwise.model.kernels.gemm.skinny import skinny_gemm_reference
 from shardwise.model.kernels.gemm.weight_only import SHAPES, Shape, weight_only_gemm
 from shardwise.model.kernels.gemm.weight_only_tiles import TILES, Tile, TileScratch, tile_rows, tiled_gemm
+from shardwise.model.kernels.quantize import fp8_rows
 from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.quantized.rounding import round_matrix
 from shardwise.run.weights import FORMATS

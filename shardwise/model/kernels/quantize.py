@@ -1,19 +1,22 @@
 """Quantisation to fp8 in as few passes over memory as possible: the amax of a tensor in one read; a tile read once, scaled and
 written as stored, transposed, or both, since fp8 GEMMs take each operand by its rows only; a row's amax and its cast in one
-program. Nothing here needs a host sync: kernels compute scales where they use them, from the bits of the amax.
+program, also together with the operation that makes the row. Nothing here needs a host sync: kernels compute scales where they use
+them, from the bits of the amax.
 A tile stored both ways is wrong in every fourth transposed row where NVIDIA's assembler 12.8 built it from 32-bit values (a known
 bug, triton-lang/triton#11111). So whether one kernel may do both is tested before it is first relied on.
 """
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from shardwise.model.kernels.gated import activated
+from shardwise.model.quantized.scaled import E4M3, TOP
 
 SCAN = 4096
 """Elements that a program reads at once to find the amax, and (`SCANS`) how many times."""
@@ -28,11 +31,6 @@ COLUMNS = 64
 SIDE = 128
 """Rows and columns of a tile that is only transposed."""
 SIDE_WARPS = 8
-
-
-def top(dtype: torch.dtype) -> int:
-    """The exponent of a format's largest number."""
-    return math.frexp(torch.finfo(dtype).max)[1] - 1
 
 
 @triton.jit
@@ -192,7 +190,7 @@ def _launch_cast(
     (rows, columns), dtype = x.shape, out[0].dtype
     programs = triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1])
     _cast[(programs,)](
-        x, amax.view(torch.int32), *out, rows, columns, top(dtype), plain, transposed, *tile, num_warps=TILE_WARPS
+        x, amax.view(torch.int32), *out, rows, columns, TOP[dtype], plain, transposed, *tile, num_warps=TILE_WARPS
     )  # fmt: skip
 
 
@@ -224,7 +222,7 @@ def cast_rows_fused(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     held = min(ROW, triton.next_power_of_2(columns))
     if rows:
-        _cast_row[(rows,)](x, out, scale, columns, top(dtype), held, num_warps=8 if held > 2048 else 4)
+        _cast_row[(rows,)](x, out, scale, columns, TOP[dtype], held, num_warps=8 if held > 2048 else 4)
     return out, scale
 
 
@@ -238,6 +236,43 @@ def transpose_fused(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         return out, scale.clone()
     out_scale = torch.empty(columns, 1, dtype=torch.float32, device=x.device)
     _transpose[(triton.cdiv(columns, COLUMNS),)](
-        x, scale, out, out_scale, columns, rows, top(x.dtype), min(COLUMNS, triton.next_power_of_2(rows)), COLUMNS
+        x, scale, out, out_scale, columns, rows, TOP[x.dtype], min(COLUMNS, triton.next_power_of_2(rows)), COLUMNS
     )
     return out, out_scale
+
+
+@triton.jit
+def _fp8_rows(  # type: ignore[no-untyped-def]
+    X, NORM, OUT, SCALES, width, x0, eps,
+    HAS_NORM: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, TOP: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, N)
+    inside = at < width
+    dtype = X.dtype.element_ty
+    x = tl.load(X + row * x0 + at, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(X + row * x0 + width + at, mask=inside, other=0.0).to(tl.float32)
+        x = (activated(x, SILU, dtype) * up).to(dtype).to(tl.float32)
+    if HAS_NORM:
+        rms = tl.rsqrt(tl.sum(x * x) / width + eps)
+        x = (x * rms * tl.load(NORM + at, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+    bits = tl.max(_bits(x))
+    exponent = _exponent(bits, TOP)
+    tl.store(SCALES + row, _scale(bits, exponent))
+    tl.store(OUT + row * width + at, (x * _factor(exponent)).to(OUT.dtype.element_ty), mask=inside)
+
+
+def fp8_rows(x: Tensor, norm: tuple[Tensor, float] | None = None, gated: str = "") -> tuple[Tensor, Tensor]:
+    """Rows in fp8 and their scales [rows, 1]: of an RMSNorm of `x` with this weight and epsilon, of the gated product of its two
+    halves ("silu" or "gelu" of the first), or of `x` itself."""
+    rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
+    out = torch.empty(rows, width, dtype=E4M3, device=x.device)
+    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    weight, eps = norm if norm is not None else (x, 0.0)
+    block = triton.next_power_of_2(width)
+    _fp8_rows[(rows,)](
+        x, weight, out, scales, width, x.stride(0), eps, HAS_NORM=norm is not None, GATED=bool(gated), SILU=gated == "silu",
+        TOP=TOP[E4M3], N=block, num_warps=min(16, max(4, block // 1024)),
+    )  # fmt: skip
+    return out, scales

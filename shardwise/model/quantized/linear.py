@@ -112,8 +112,8 @@ class QuantizedGemm(Gemm):
         gated: str,
     ) -> Tensor:
         """Round the rows to fp8 first, so that both operands are fp8."""
-        from shardwise.model.kernels.gemm.fp8_rows import fp8_rows
         from shardwise.model.kernels.gemm.weight_only_tiles import tiled_gemm
+        from shardwise.model.kernels.quantize import fp8_rows
 
         values, scale = fp8_rows(x, norm)
         if not _multiplies_fp8(len(x), matrix):
@@ -135,7 +135,7 @@ class QuantizedGemm(Gemm):
         many = all(each.form.activations == "fp8" and _multiplies_fp8(len(x), each) for each in (gate_up, down))
         if not (many and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)):
             return self.fused(self.fused(x, gate_up, norm, None, gated), down, None, residual)
-        from shardwise.model.kernels.gemm.fp8_rows import fp8_rows
+        from shardwise.model.kernels.quantize import fp8_rows
 
         made = _fp8_gemm(*fp8_rows(x, norm), gate_up, x.dtype)
         return _finished(_fp8_gemm(*fp8_rows(made, gated=gated), down, x.dtype), residual, "")

@@ -139,7 +139,7 @@ def _(codes: Tensor, absmax: Tensor, scales: Tensor, first: int, stride: int, dt
 
 @torch.library.impl(_LIBRARY, "dequantize_nf4", "CUDA")
 def _(codes: Tensor, absmax: Tensor, scales: Tensor, first: int, stride: int, dtype: torch.dtype) -> Tensor:
-    from shardwise.model.kernels.dequantize_nf4 import dequantize_nf4
+    from shardwise.model.kernels.dequantize import dequantize_nf4
 
     tables = nf4_values(codes.device), tree_values(codes.device)
     return dequantize_nf4(codes, absmax, scales, first, stride, dtype, *tables)
