@@ -3,18 +3,22 @@
 Both end in `DotProductAttention`, a module without parameters that takes queries, keys and values of whole heads. It is the one
 place where tokens interact, and so the one that context parallelism replaces. A KV cache, where there is one, attends instead. The
 number of heads is read off the projections' width, so a device that holds some of the heads runs the same code.
+
+A KV cache holds the keys and values, or latents, of earlier tokens, so that generating the next token costs one token's work. A
+layer passes it the queries, keys and values of new tokens and gets the output of attention over all tokens. So the storage format
+and the kernel that reads it are the cache's business alone (`paged.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.alibi import with_elements
-from shardwise.model.cache import LayerCache
 from shardwise.model.layers import Linear, Norm
 from shardwise.model.rope import Rope, apply_rope, softmax_scale_factor
 from shardwise.model.varlen import Mask, VarlenMask, varlen_attention
@@ -85,6 +89,21 @@ class DotProductAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         return self.attend(q, k, v, mask, self.scale)
+
+
+class LayerCache(ABC):
+    """The cache of one attention layer."""
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor | None, scale: float) -> Tensor:
+        """Store the keys and values [1, tokens, heads, width] of new tokens, and attend to all stored tokens. Without values, the
+        first part of a key is its value, and the result is as wide as that part (latent attention)."""
+
+
+class Cache(ABC):
+    """One `LayerCache` for each layer of a model; it knows which sequences the tokens of a forward pass belong to."""
+
+    layers: Sequence[LayerCache]
 
 
 class GroupedAttention(nn.Module):

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.model.attention import GroupedAttention
-from shardwise.model.cache import LayerCache
+from shardwise.model.attention import GroupedAttention, LayerCache
 from shardwise.model.gemm.decoding import DecodingGemms, Kind
 from shardwise.model.layers import FeedForward, Linear, Norm
 from shardwise.model.paged import PagedLayerCache

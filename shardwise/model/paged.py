@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.model.cache import Cache, LayerCache
+from shardwise.model.attention import Cache, LayerCache
 from shardwise.model.invariant.attention import attend_blocks
 from shardwise.run import ModelConfig
 

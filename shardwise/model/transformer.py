@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.alibi import alibi_elements
-from shardwise.model.attention import GroupedAttention, LatentAttention, MaskBuilder
-from shardwise.model.cache import Cache, LayerCache
+from shardwise.model.attention import Cache, GroupedAttention, LatentAttention, LayerCache, MaskBuilder
 from shardwise.model.layers import FeedForward, Gemm, Linear, make_norm
 from shardwise.model.loss import LinearCrossEntropy
 from shardwise.model.moe.layer import MoE

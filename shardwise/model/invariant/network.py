@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.attention import DotProductAttention, LatentAttention, multiply_by_head
-from shardwise.model.invariant.attention import InvariantMaskBuilder, attend_documents
-from shardwise.model.invariant.ordinary_gradient import with_ordinary_gradient
+from shardwise.model.invariant.attention import InvariantMaskBuilder, attend_documents, with_ordinary_gradient
 from shardwise.model.layers import FeedForward, Gemm, Linear, Norm, at_least_float32, gated, normalize
 from shardwise.model.logprobs import IGNORE_INDEX, Make
 from shardwise.model.moe.layer import Experts, MoE, ReadCounts, Router, grouped_linear, router_logits
