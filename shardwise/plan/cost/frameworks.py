@@ -22,10 +22,9 @@ class Framework:
     kernels: Literal["eager", "jit", "compiled"] = "compiled"
     """How elementwise work is fused: not at all, a few kernels by hand, or by a compiler."""
     sequence_parallel: bool = True
-    saves_gathered: bool = False
-    """Whether the gathered sequence is saved for the backward pass, rather than gathered again."""
     waits_to_regather: bool = False
-    """Whether the step waits for that second all-gather, rather than overlapping it with the GEMM of the input gradient."""
+    """Whether the step waits where the sequence is gathered again for the backward pass, rather than overlapping that with the GEMM
+    of the input gradient."""
     dropout: bool = False
     parameter_bytes: float = 4.0
     """Bytes of a parameter as it is held, before it is all-gathered or cast."""
@@ -48,8 +47,6 @@ class Framework:
     """Whether gradients are reduced while the last backward pass still runs."""
     gather_overlap: bool = True
     """Whether updated parameters are gathered while the first forward pass runs."""
-    pipeline_slices: bool = True
-    """Whether each tensor rank sends only its slice of the residual stream to the next stage."""
     pipeline_blocks: bool = False
     """Whether a stage waits for its transfers where it could compute."""
     zero_overlap: float = 1.0
@@ -168,9 +165,7 @@ _NEMO = replace(
     pipeline_blocks=False,
     loss_bytes=20.0,
     logit_bytes=6.0,
-    host=1.5,
     expert_host=0.3,
-    sync_host=10.0,
 )
 _FSDP = Framework(
     "fsdp",
@@ -200,9 +195,8 @@ FRAMEWORKS: dict[str, Framework] = {
         replace(_MEGATRON, name="megatron-ddp", gradients_overlap=True),
         replace(_MEGATRON, name="megatron-flash1", attention="flash1", dropout=False),
         _NEMO,
-        replace(_NEMO, name="nemo-plain",
-                tensor_overlap=0.0, gradients_overlap=False, gather_overlap=False, pipeline_blocks=True, attention="flash3"),
-        replace(_NEMO, name="jax", sequence_parallel=False, reduce_every_microbatch=True, early_stop=True),
+        replace(_NEMO, name="nemo-plain", tensor_overlap=0.0, gradients_overlap=False, gather_overlap=False, pipeline_blocks=True),
+        replace(_NEMO, name="jax", reduce_every_microbatch=True, early_stop=True),
         _FSDP,
         replace(_FSDP, name="fsdp-flash1", attention="flash1"),
         replace(_FSDP, name="fsdp-pure-flash1", attention="flash1", reduce_bytes=2.0),
@@ -216,11 +210,10 @@ FRAMEWORKS: dict[str, Framework] = {
                 gradients_overlap=False, gather_overlap=False, zero_overlap=0.0, tensors_apart=True),
         replace(_FSDP, name="deepspeed", parameter_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=12.0, reduce_bytes=2.0),
         # FairScale's FSDP, or code of that time: parameters sharded, elementwise kernels fused by hand.
-        replace(_FSDP, name="fairscale", kernels="jit", parameter_bytes=4.0, reduce_bytes=2.0, dropout=False, loss_bytes=44.0),
-        replace(_FSDP, name="colossalai", family="fsdp", parameter_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=12.0,
-                reduce_bytes=2.0, logit_bytes=8.0),
+        replace(_FSDP, name="fairscale", kernels="jit", reduce_bytes=2.0, loss_bytes=44.0),
+        replace(_FSDP, name="colossalai", parameter_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=12.0, reduce_bytes=2.0,
+                logit_bytes=8.0),
         replace(_MEGATRON, name="internevo", family="internevo", attention="flash1", dropout=False, gradient_bytes=4.0,
-                optimizer_bytes=20.0,
-                gradients_overlap=True, kernels="jit"),
+                optimizer_bytes=20.0, gradients_overlap=True),
     )
 }  # fmt: skip

@@ -142,8 +142,7 @@ class Job:
     @property
     def pipeline_bytes(self) -> Number:
         """Bytes that a rank sends to the next stage, of one microbatch."""
-        ranks = self.layout.tensor if self.framework.pipeline_slices else 1
-        return self.rows / ranks * self.model.hidden * self.width
+        return self.rows / self.layout.tensor * self.model.hidden * self.width
 
     @property
     def stage_layers(self) -> list[tuple[int, int]]:

@@ -42,8 +42,7 @@ def _gather_sequence(ops: OpList, part: str) -> None:
     job = ops.job
     size = job.rows * job.model.hidden * job.width
     if job.framework.sequence_parallel:
-        again = float(job.framework.waits_to_regather and not job.framework.saves_gathered)
-        ops.collective(part, "tensor", "all_gather", size, (1.0, again, 0.0))
+        ops.collective(part, "tensor", "all_gather", size, (1.0, float(job.framework.waits_to_regather), 0.0))
         ops.collective(part, "tensor", "reduce_scatter", size, (0.0, 1.0, 0.0))
     else:
         ops.collective(part, "tensor", "all_reduce", size, (0.0, 1.0, 0.0))
@@ -70,24 +69,11 @@ def residual_bytes(job: Job) -> Number:
     return residual_tokens(job) * job.model.hidden * job.width
 
 
-def _saved_input(job: Job) -> Number:
-    """Bytes of the common input that matrices cut by columns save."""
-    tokens = job.rows if job.framework.saves_gathered else residual_tokens(job)
-    return tokens * job.model.hidden * job.width
-
-
 def _norm(ops: OpList, tokens: Number, width: Number = 0) -> None:
     size = tokens * (width or ops.job.model.hidden) * ops.job.width
     own = ops.job.framework.family == "shardwise"
     longer = NORM_BACKWARD[ops.job.framework.kernels] if own else 1.0
     ops.elementwise("norm", "norm", 2 * size, 3 * size, saved=size, longer=(1.0, longer))
-
-
-def _ffn_input_bytes(job: Job) -> Number:
-    """Bytes of its input that a feed-forward layer saves. Without a norm of its own, that is attention's input, gathered again."""
-    if job.model.has_ffn_norm:
-        return _saved_input(job)
-    return _saved_input(job) * (job.layout.tensor > 1) * job.framework.saves_gathered
 
 
 def _residual(ops: OpList, part: str, *, early_stop: bool = False) -> None:
@@ -106,7 +92,7 @@ def _attention(ops: OpList) -> None:
     m, t, rows = job.model, job.layout.tensor, job.rows
     _norm(ops, residual_tokens(job))
     _gather_sequence(ops, "attention")
-    saved = _saved_input(job)
+    saved = residual_bytes(job)  # of the common input: gathered again for the backward pass
     if m.attention == "latent":
         heads, kv_heads, head_dim, v_dim = m.heads / t, m.heads / t, m.head_dim, m.v_dim
         if m.q_rank:
@@ -166,7 +152,8 @@ def _feed_forward(ops: OpList, width: int, *, early_stop: bool = False) -> None:
     job, part = ops.job, "ffn"
     own = width / job.layout.tensor
     _gather_sequence(ops, part)
-    ops.gemm("up", part, job.rows, own * (2 if job.model.gated else 1), job.model.hidden, saved=_ffn_input_bytes(job))
+    saved = residual_bytes(job) * job.model.has_ffn_norm  # without a norm of its own, the input is attention's
+    ops.gemm("up", part, job.rows, own * (2 if job.model.gated else 1), job.model.hidden, saved=saved)
     _activation(ops, part, job.rows * own)
     ops.gemm("down", part, job.rows, job.model.hidden, own, early_stop=early_stop)
     _scatter_sequence(ops, part, early_stop=early_stop)
@@ -295,7 +282,7 @@ def head(job: Job) -> OpList:
     _norm(ops, residual_tokens(job))
     _gather_sequence(ops, "head")
     chunked, start = chunked_loss(job), len(ops)
-    ops.gemm("head", "head", job.rows, columns, job.model.hidden, high_precision=True, saved=_saved_input(job))
+    ops.gemm("head", "head", job.rows, columns, job.model.hidden, high_precision=True, saved=residual_bytes(job))
     moved = job.rows * columns * (chunked * CHUNKED_BYTES + (1.0 - chunked) * job.framework.loss_bytes)
     ops.elementwise("loss", "loss", 0.45 * moved, 0.55 * moved, launches=(6.0, 4.0))
     if job.logprobs:  # which have their gradients in the backward pass, where the logits are recomputed
