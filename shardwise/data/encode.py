@@ -275,15 +275,18 @@ _worker: list[Any] = []
 
 
 def _begin(job: Job, counts: Any) -> None:
-    # Ctrl-C reaches the whole group; the parent decides what happens then.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    begin_worker()
     _worker[:] = [job, counts]
-    # A parent that is killed cannot stop its workers, which would wait for work for ever.
-    threading.Thread(target=leave_with_parent, daemon=True).start()
 
 
-def leave_with_parent() -> None:
-    """End this worker when its parent is gone."""
+def begin_worker() -> None:
+    """Called first in a worker process: its parent alone decides when it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """A parent that is killed cannot stop its workers, which would wait for work for ever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

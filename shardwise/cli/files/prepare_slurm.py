@@ -7,9 +7,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from shardwise.data.prepare.prepare import STATISTICS, WORK, begin
+from shardwise.data.prepare.prepare import STATISTICS, begin
 from shardwise.data.prepare.recipe import Recipe
-from shardwise.data.prepare.stages import missing
+from shardwise.data.prepare.stages import WORK, missing
 from shardwise.launch.arrays import TASK, array_script
 from shardwise.launch.submission import FOLDER, Submission, submit
 from shardwise.run.problems import Problem, UserError

@@ -6,28 +6,28 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
-import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardwise.data.encode import leave_with_parent
+from shardwise.data.encode import begin_worker
 from shardwise.data.prepare.stages import perform
 from shardwise.run.problems import Problem, UserError, install
 
 Done = Callable[[int], None]
+Job = tuple[str, str, str]
+"""What all tasks of a stage share: the folder of the plan, the recipe's digest, and the stage's name."""
 _LOST = 3
 """How often workers may die before any task of a stage is finished."""
 
 
-def attempt(folder: str, work: str, digest: str, stage: str, number: int) -> list[Problem]:
+def attempt(folder: str, digest: str, stage: str, number: int) -> list[Problem]:
     """Run a task and return its problems: pickling an exception to another process would lose its attributes."""
     try:
-        perform(Path(folder), Path(work), digest, stage, number)
+        perform(Path(folder), digest, stage, number)
     except UserError as e:
         return e.problems
     except OSError as e:
@@ -39,13 +39,30 @@ def attempt(folder: str, work: str, digest: str, stage: str, number: int) -> lis
     return []
 
 
-@dataclass(frozen=True)
-class Job:
-    """What all tasks share: the folder of the plan, the work folder, and the recipe's digest."""
-
-    folder: str
-    work: str
-    digest: str
+def _keep_busy(
+    workers: int,
+    todo: Iterable[int],
+    start: Callable[[int], Any],
+    ended: Callable[[list[Any]], Iterable[Any]],
+    result: Callable[[Any], list[Problem]],
+    done: Done,
+) -> None:
+    """Start tasks so that each worker has the next one waiting, and call `done` for each. `ended` waits until a started task has
+    ended, `result` returns its problems. After a task with problems no more are started."""
+    waiting = iter(todo)
+    running: dict[Any, int] = {}
+    problems: list[Problem] = []
+    while True:
+        while not problems and len(running) < 2 * workers and (number := next(waiting, None)) is not None:
+            running[start(number)] = number
+        if not running:
+            break
+        for task in ended(list(running)):
+            number, found = running.pop(task), result(task)
+            problems += found
+            if not found:
+                done(number)
+    _raise(problems)
 
 
 class Local:
@@ -55,18 +72,18 @@ class Local:
         self._workers = workers
         self._pool: ProcessPoolExecutor | None = None
 
-    def run(self, job: Job, stage: str, todo: Sequence[int], done: Done) -> None:
+    def run(self, job: Job, todo: Sequence[int], done: Done) -> None:
         """Run the tasks and call `done` for each. Workers that die are replaced, and their tasks run again."""
         if self._workers <= 1:
             for number in todo:
-                _raise(attempt(job.folder, job.work, job.digest, stage, number))
+                _raise(attempt(*job, number))
                 done(number)
             return
         left, lost = set(todo), 0
         while left:
             before = len(left)
             try:
-                self._run_pool(job, stage, left, done)
+                self._run_pool(job, left, done)
             except BrokenProcessPool:
                 self.close()
                 lost = lost + 1 if len(left) == before else 0
@@ -77,28 +94,21 @@ class Local:
                     )
                     raise UserError(message) from None
 
-    def _run_pool(self, job: Job, stage: str, left: set[int], done: Done) -> None:
+    def _run_pool(self, job: Job, left: set[int], done: Done) -> None:
         if self._pool is None:
             # Spawned, not forked: a fork would copy the locks of whatever threads the caller has running.
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._workers, mp_context=context, initializer=_begin)
-        waiting = iter(sorted(left))
-        running: dict[Future[list[Problem]], int] = {}
-        problems: list[Problem] = []
-        while True:
-            while not problems and len(running) < 2 * self._workers and (number := next(waiting, None)) is not None:
-                running[self._pool.submit(attempt, job.folder, job.work, job.digest, stage, number)] = number
-            if not running:
-                break
-            ready, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in ready:
-                number = running.pop(future)
-                found = future.result()
-                problems += found
-                if not found:
-                    left.discard(number)
-                    done(number)
-        _raise(problems)
+            self._pool = ProcessPoolExecutor(self._workers, mp_context=context, initializer=begin_worker)
+
+        def ended(running: list[Future[list[Problem]]]) -> set[Future[list[Problem]]]:
+            return wait(running, return_when=FIRST_COMPLETED).done
+
+        def settled(number: int) -> None:
+            left.discard(number)
+            done(number)
+
+        submit = partial(self._pool.submit, attempt, *job)
+        _keep_busy(self._workers, sorted(left), submit, ended, Future.result, settled)
 
     def close(self) -> None:
         """End the processes."""
@@ -110,12 +120,6 @@ class Local:
 def _raise(problems: list[Problem]) -> None:
     if problems:
         raise UserError(*problems)
-
-
-def _begin() -> None:
-    # Ctrl-C reaches the whole group; the parent decides what happens then.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=leave_with_parent, daemon=True).start()
 
 
 class Ray:
@@ -134,24 +138,10 @@ class Ray:
             ray.init(logging_level="error", log_to_driver=False, include_dashboard=False, **here)
         self._attempt = ray.remote(num_cpus=1, max_retries=-1)(attempt)
 
-    def run(self, job: Job, stage: str, todo: Sequence[int], done: Done) -> None:
+    def run(self, job: Job, todo: Sequence[int], done: Done) -> None:
         """Run the tasks and call `done` for each."""
-        waiting = iter(todo)
-        running: dict[Any, int] = {}
-        problems: list[Problem] = []
-        while True:
-            while not problems and len(running) < 2 * self._workers and (number := next(waiting, None)) is not None:
-                running[self._attempt.remote(job.folder, job.work, job.digest, stage, number)] = number
-            if not running:
-                break
-            ready, _ = self._ray.wait(list(running), num_returns=1)
-            for reference in ready:
-                number = running.pop(reference)
-                found = self._ray.get(reference)
-                problems += found
-                if not found:
-                    done(number)
-        _raise(problems)
+        start = partial(self._attempt.remote, *job)
+        _keep_busy(self._workers, todo, start, lambda running: self._ray.wait(running)[0], self._ray.get, done)
 
     def close(self) -> None:
         """Leave the cluster, if it was joined here."""

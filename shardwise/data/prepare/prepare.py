@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,22 @@ from typing import Any
 from shardwise.data.build import build, cores
 from shardwise.data.inputs import refuse_changed
 from shardwise.data.plan import locked
-from shardwise.data.prepare.executors import EXECUTORS, Job, Local, Ray
-from shardwise.data.prepare.fates import write_fates
+from shardwise.data.prepare.executors import EXECUTORS, Local, Ray
+from shardwise.data.prepare.fates import gather, write_fates
 from shardwise.data.prepare.files import find_files
-from shardwise.data.prepare.recipe import Recipe
+from shardwise.data.prepare.recipe import Recipe, TokenizerChoice
 from shardwise.data.prepare.shuffle import KEYS
 from shardwise.data.prepare.spill import DOCUMENTS, FINAL
-from shardwise.data.prepare.stages import PLAN, Plan, Stage, files_beside, folder_of, missing, read_plan
-from shardwise.data.prepare.statistics import gather
+from shardwise.data.prepare.stages import PLAN, WORK, Plan, Stage, files_beside, folder_of, missing, read_plan
 from shardwise.data.prepare.steps import rule_of, shuffle_of
 from shardwise.data.prepare.words import splitter
-from shardwise.data.tokenizer import load_tokenizer
+from shardwise.data.tokenizer import FILE, load_tokenizer
 from shardwise.files import write_atomically
-from shardwise.run.problems import Problem, UserError
+from shardwise.run.problems import Problem, UserError, install
 
-WORK, TEXTS, SETS, STATISTICS, MIXTURE = "work", "documents", "tokens", "statistics.json", "data.toml"
+TEXTS, SETS, STATISTICS, MIXTURE = "documents", "tokens", "statistics.json", "data.toml"
 TOKENIZER = "tokenizer"
+END = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def run_stage(plan: Plan, stage: Stage, out: Path, executor: Local | Ray, progre
     progress(Progress(stage.name, count, stage.tasks, 0.0))
     if todo:
         _remove_drafts(work / stage.name)
-        executor.run(Job(str(out), str(work), plan.digest()), stage.name, todo, done)
+        executor.run((str(out), plan.digest(), stage.name), todo, done)
     if stage.kind == "map" and stage.number:
         for unit in plan.units:
             (folder_of(work, f"map-{stage.number - 1}", unit.number) / DOCUMENTS).unlink(missing_ok=True)
@@ -182,7 +182,7 @@ def do_share(out: Path, stage: str, share: int, count: int) -> None:
     if stage not in known:
         raise UserError(Problem(f'"{stage}" is no stage; there are {", ".join(known)}', "--stage"))
     todo = [number for number in range(known[stage].tasks) if number % count == share]
-    Local(1).run(Job(str(out), str(out / WORK), plan.digest()), stage, todo, lambda number: None)
+    Local(1).run((str(out), plan.digest(), stage), todo, lambda number: None)
 
 
 def finish(plan: Plan, out: Path, workers: int) -> dict[str, Any]:
@@ -220,8 +220,6 @@ def _token_sets(plan: Plan, out: Path, workers: int) -> dict[str, Any]:
     choice = plan.recipe.tokenizer
     tokenizer: str | Path = choice.path
     if choice.train:
-        from shardwise.data.prepare.train_tokenizer import train_tokenizer
-
         tokenizer = out / TOKENIZER
         train_tokenizer([path for paths in texts.values() for path in paths], choice, out / TOKENIZER)
     found = {}
@@ -234,6 +232,42 @@ def _token_sets(plan: Plan, out: Path, workers: int) -> dict[str, Any]:
             facts = ("documents", "tokens", "text_bytes", "fingerprint")
             found[each.name] = {name: getattr(made.index, name) for name in facts}
     return found
+
+
+def train_tokenizer(texts: Sequence[Path], choice: TokenizerChoice, folder: Path) -> None:
+    """Train a byte-level BPE on the kept documents and write its `tokenizer.json` into a folder, if it is not there. The same texts
+    produce the same file."""
+    if (folder / FILE).exists():
+        return
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ModuleNotFoundError:
+        raise UserError(Problem(f"needs the tokenizers library: {install('prepare')}", "tokenizer.train")) from None
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=choice.train,
+        special_tokens=[choice.end or END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample(texts, choice.train_bytes), trainer)
+    folder.mkdir(exist_ok=True)
+    write_atomically(folder / FILE, tokenizer.to_str().encode("utf-8"))
+
+
+def sample(texts: Sequence[Path], most: int) -> Iterator[str]:
+    """Documents from the beginning of every file in turn, up to `most` bytes, so that every source has its share."""
+    share = max(1, most // max(1, len(texts)))
+    for path in texts:
+        taken = 0
+        with open(path, "rb") as file:
+            for line in file:
+                if taken >= share:
+                    break
+                taken += len(line)
+                yield json.loads(line)["text"]
 
 
 def _write_mixture(plan: Plan, out: Path, sets: dict[str, Any]) -> None:

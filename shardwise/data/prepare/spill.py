@@ -29,7 +29,8 @@ READ = 255
 """The `step` value of unreadable input; other steps count from 0."""
 _HEAD = struct.Struct("<IIIQ")
 _EXCERPT = 300
-_EXAMPLES = 3
+EXAMPLES = 3
+"""The examples kept of each reason."""
 
 
 @contextmanager
@@ -106,7 +107,7 @@ class Log:
         count[0] += 1
         count[1] += size
         examples = self._examples.setdefault(key, [])
-        if len(examples) < _EXAMPLES:
+        if len(examples) < EXAMPLES:
             examples.append({"id": name, "text": text[:_EXCERPT]})
 
     def close(self, **more: Any) -> None:

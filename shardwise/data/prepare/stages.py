@@ -40,7 +40,7 @@ from shardwise.data.prepare.words import Document, Vocabulary, splitter
 from shardwise.data.tokenizer import BYTE
 from shardwise.run.problems import Problem, UserError
 
-PLAN = "plan.json"
+PLAN, WORK = "plan.json", "work"
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,10 @@ def _rules(folder: Path, digest: str, number: int) -> tuple[list[Rule], Vocabula
     return rules, Vocabulary(splitter(plan.recipe.words))
 
 
-def perform(folder: Path, work: Path, digest: str, name: str, number: int) -> None:
+def perform(folder: Path, digest: str, name: str, number: int) -> None:
     """Run one task. `digest` distinguishes the plan from an earlier one in the same folder."""
     plan, stages = _loaded(folder, digest)
+    work = folder / WORK
     stage, target = stages[name], folder_of(work, name, number)
     if target.is_dir():
         return

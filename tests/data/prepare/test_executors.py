@@ -73,13 +73,13 @@ def test_slurm_arrays(
     assert json.loads(capsys.readouterr().out) == {"jobs": []}
 
 
-def dying(folder: str, work: str, digest: str, stage: str, number: int) -> list[Problem]:
+def dying(folder: str, digest: str, stage: str, number: int) -> list[Problem]:
     """A task whose worker dies the first time."""
     mark = Path(folder).parent / f"died-{stage}"
     if stage == "map-0" and not mark.exists():
         mark.touch()
         os._exit(9)
-    return REAL(folder, work, digest, stage, number)
+    return REAL(folder, digest, stage, number)
 
 
 REAL = executors.attempt
