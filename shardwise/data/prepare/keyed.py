@@ -6,8 +6,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,26 +28,31 @@ BYTES_A_WORD = 4
 _WORD = re.compile(r"\S+")
 
 
-class Shuffle(Protocol):
+class Shuffle(ABC):
     """A comparison of documents by keys."""
 
     dtype: np.dtype[Any]
     """The dtype of a key; the caller fills in its field `id`."""
-    joined: bool
+    joined = False
     """Whether matches are pairs, which `join` makes into clusters."""
 
+    @abstractmethod
     def partitions(self, size: int) -> int:
         """The number of partitions of the keys, from the bytes of the corpus alone."""
 
+    @abstractmethod
     def keys(self, document: Document, partitions: int) -> tuple[NDArray[np.int64], Records]:
         """The partitions and the keys of everything to compare in a document."""
 
+    @abstractmethod
     def match(self, records: Records) -> Records:
         """The repeats in a partition, ordered by document; pairs in the order in which they are to be joined."""
 
     def join(self, pairs: Sequence[Records]) -> Records:
         """The verdicts on documents, from all pairs."""
+        raise NotImplementedError
 
+    @abstractmethod
     def apply(self, text: str, found: Records) -> tuple[str, str]:
         """For a document with repeats: the reason for removing it, or "" and the rest of its text."""
 
@@ -57,12 +63,30 @@ def _verdicts(ids: NDArray[np.uint64], others: NDArray[np.uint64], places: Any =
     return found
 
 
-class Exact:
+def _repeats(same: NDArray[np.bool_], ids: NDArray[np.uint64], places: NDArray[np.uint32]) -> Records:
+    """The verdicts, by document, on ordered keys, of which `same` says whether each but the first equals the one before: all equal
+    ones repeat the first of them."""
+    again = np.concatenate([[False], same])[: len(ids)]
+    first = np.maximum.accumulate(np.where(again, 0, np.arange(len(ids))))
+    found = _verdicts(ids[again], ids[first[again]], places[again])
+    return found[np.lexsort((found["place"], found["id"]))]
+
+
+def _several(records: Records, keys: NDArray[np.uint64]) -> Records:
+    """The records whose key others have too."""
+    if not len(keys):
+        return records
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    same = ordered[1:] == ordered[:-1]
+    return records[order[np.concatenate([same, [False]]) | np.concatenate([[False], same])]]
+
+
+class Exact(Shuffle):
     """Documents with the same characters; the first one in the corpus is kept. Keys have 128 bits, so that different documents do
     not collide."""
 
     dtype = np.dtype([("key", "<u8", (2,)), ("id", "<u8")])
-    joined = False
 
     def __init__(self, *, blanks: bool = False) -> None:
         self._blanks = blanks  # whether documents that differ only in blanks count as different
@@ -81,19 +105,13 @@ class Exact:
     def match(self, records: Records) -> Records:
         order = np.lexsort((records["id"], records["key"][:, 1], records["key"][:, 0]))
         keys, ids = records["key"][order], records["id"][order]
-        again = np.concatenate([[False], (keys[1:] == keys[:-1]).all(axis=1)])[: len(ids)]
-        first = np.maximum.accumulate(np.where(again, 0, np.arange(len(ids))))
-        found = _verdicts(ids[again], ids[first[again]])
-        return found[np.argsort(found["id"], kind="stable")]
-
-    def join(self, pairs: Sequence[Records]) -> Records:
-        raise NotImplementedError
+        return _repeats((keys[1:] == keys[:-1]).all(axis=1), ids, np.zeros(len(ids), np.uint32))
 
     def apply(self, text: str, found: Records) -> tuple[str, str]:
         return "the same text as an earlier document", ""
 
 
-class Fuzzy:
+class Fuzzy(Shuffle):
     """Documents that share most runs of words, by MinHash; datatrove's defaults, with which FineWeb was made."""
 
     joined = True
@@ -122,12 +140,7 @@ class Fuzzy:
         return np.arange(self._bands) * each + part, records
 
     def match(self, records: Records) -> Records:
-        order = np.argsort(records["key"][:, 0], kind="stable")
-        first = records["key"][order, 0]
-        same = first[1:] == first[:-1]
-        records = (
-            records[order[np.concatenate([same, [False]]) | np.concatenate([[False], same])]] if len(first) else records
-        )
+        records = _several(records, records["key"][:, 0])
         keys = records["key"]
         order = np.lexsort((records["id"], *(keys[:, column] for column in reversed(range(self._rows)))))
         keys, ids = keys[order], records["id"][order]
@@ -142,14 +155,13 @@ class Fuzzy:
         return "nearly the same as another document", ""
 
 
-class Substring:
+class Substring(Shuffle):
     """Text that also occurs elsewhere, word for word: runs of `words` words or more, wherever they begin (Lee et al. 2022, whose
     runs are of 50 tokens). The first occurrence in the corpus is kept, the others are cut out; a document with fewer than `least`
     characters left is removed. Blanks are ignored. Runs are compared by 64-bit hashes. Needs 20 bytes of disk per word until it is
     done."""
 
     dtype = np.dtype([("key", "<u8"), ("id", "<u8"), ("place", "<u4")])
-    joined = False
 
     def __init__(self, *, words: int = 50, least: int = 100) -> None:
         if words < 2:
@@ -168,21 +180,10 @@ class Substring:
         return ((records["key"] >> np.uint64(32)) * np.uint64(partitions) >> np.uint64(32)).astype(np.int64), records
 
     def match(self, records: Records) -> Records:
-        order = np.argsort(records["key"], kind="stable")
-        keys = records["key"][order]
-        same = keys[1:] == keys[:-1]
-        records = (
-            records[order[np.concatenate([same, [False]]) | np.concatenate([[False], same])]] if len(keys) else records
-        )
-        order = np.lexsort((records["place"], records["id"], records["key"]))
-        keys, ids = records["key"][order], records["id"][order]
-        again = np.concatenate([[False], keys[1:] == keys[:-1]])[: len(ids)]
-        first = np.maximum.accumulate(np.where(again, 0, np.arange(len(ids))))
-        found = _verdicts(ids[again], ids[first[again]], records["place"][order][again])
-        return found[np.lexsort((found["place"], found["id"]))]
-
-    def join(self, pairs: Sequence[Records]) -> Records:
-        raise NotImplementedError
+        records = _several(records, records["key"])
+        records = records[np.lexsort((records["place"], records["id"], records["key"]))]
+        keys = records["key"]
+        return _repeats(keys[1:] == keys[:-1], records["id"], records["place"])
 
     def apply(self, text: str, found: Records) -> tuple[str, str]:
         spans = [match.span() for match in _WORD.finditer(text)]
