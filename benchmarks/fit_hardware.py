@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.hardware.attention import model_seconds as attention_model
+from shardwise.hardware.attention import attention_seconds
 from shardwise.hardware.chips import CHIPS, Chip
 from shardwise.hardware.cluster import ETHERNET_LATENCY, Cluster
 from shardwise.hardware.collectives import candidates
@@ -308,9 +308,7 @@ def predict_attention(chip: Chip, constants: Row, points: list[Row], direction: 
             name: np.array([float(points[i][name]) for i in chosen])
             for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "v_dim")
         }
-        seconds = attention_model(
-            constants, chip, **columns, causal=causal, direction=direction, dtype="bfloat16", sustained=1.0
-        )
+        seconds = attention_seconds(chip, **columns, causal=causal, direction=direction, fitted=constants)  # type: ignore[arg-type]
         result += list(zip(chosen, np.atleast_1d(seconds), strict=True))
     return np.array([seconds for _, seconds in sorted(result)])
 

@@ -11,6 +11,7 @@ Sources of the model: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 20
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -63,46 +64,18 @@ def attention_seconds(
     dtype: str = "bfloat16",
     sustained: Any = 1.0,
     kv_heads: Any = None,
+    fitted: dict[str, Any] | None = None,
 ) -> Any:
     """Device time of attention over `batch` sequences and `heads` query heads.
 
-    `kv_heads` is the number of heads of the keys and values (default: `heads`). "flash3" is FlashAttention-3 or cuDNN.
+    `kv_heads` is the number of heads of the keys and values (default: `heads`). "flash3" is FlashAttention-3 or cuDNN. `fitted`
+    are other constants than the chip's: those that a fit tries.
     """
-    kernel = kernel_on(chip, kernel)
-    fitted = constants("attention", chip)[kernel][direction]["constants"]
+    if fitted is None:
+        kernel = kernel_on(chip, kernel)
+        fitted = constants("attention", chip)[kernel][direction]["constants"]
     v_dim = head_dim if v_dim is None else v_dim
     kv_heads = heads if kv_heads is None else kv_heads
-    seconds = model_seconds(
-        fitted, chip, batch, heads, kv_heads, queries, keys, head_dim, v_dim, causal, direction, dtype, sustained
-    )
-    if chip.profile is not None:
-        seconds = seconds * chip.profile.attention_factor(
-            chip, batch, heads, queries, keys, head_dim, causal, kernel, direction, dtype
-        )
-    return seconds
-
-
-def kernel_on(chip: Chip, kernel: Kernel) -> Kernel:
-    """The kernel that runs on a chip: the requested one, or FlashAttention-2 where it is not supported."""
-    return kernel if kernel in constants("attention", chip) else "flash2"
-
-
-def model_seconds(
-    fitted: dict[str, Any],
-    chip: Chip,
-    batch: Any,
-    heads: Any,
-    kv_heads: Any,
-    queries: Any,
-    keys: Any,
-    head_dim: Any,
-    v_dim: Any,
-    causal: bool,
-    direction: str,
-    dtype: str,
-    sustained: Any,
-) -> Any:
-    """The model itself, with any constants; also called by the fit."""
     batch, heads, queries, keys = (np.asarray(value, dtype=float) for value in (batch, heads, queries, keys))
     width = np.add(head_dim, v_dim, dtype=float)
     backward = direction == "backward"
@@ -125,7 +98,17 @@ def model_seconds(
     moving = moved / (chip.hbm * fitted["memory"])
     norm = fitted["norm"]
     seconds = fitted["floor"] + (computing**norm + moving**norm) ** (1 / norm)
-    return seconds if seconds.ndim else float(seconds)
+    seconds = seconds if seconds.ndim else float(seconds)
+    if chip.profile is not None:
+        labels, sizes = (kernel, direction, dtype, causal), (batch, heads, queries, keys, head_dim)
+        model = partial(attention_seconds, causal=causal, kernel=kernel, direction=direction, dtype=dtype)
+        seconds = seconds * chip.profile.factor("attention", labels, chip, sizes, model)
+    return seconds
+
+
+def kernel_on(chip: Chip, kernel: Kernel) -> Kernel:
+    """The kernel that runs on a chip: the requested one, or FlashAttention-2 where it is not supported."""
+    return kernel if kernel in constants("attention", chip) else "flash2"
 
 
 def _visible_keys(queries: Any, keys: Any, causal: bool) -> Any:

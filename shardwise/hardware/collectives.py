@@ -37,7 +37,11 @@ def collective_seconds(
     times = candidates(cluster, fitted, operation, bytes, size, stride, sharing)
     seconds = np.minimum.reduce(list(times.values()))
     if cluster.profile is not None:
-        seconds = seconds * cluster.profile.collective_factor(cluster, operation, bytes, size, stride)
+        # It was measured inside a machine: a group that spans several domains is not corrected.
+        factor = cluster.profile.factor(
+            "collective", (operation,), cluster, (bytes, size), lambda c, *at: collective_seconds(c, operation, *at)
+        )
+        seconds = seconds * np.where(cluster.spans(size, stride) > 1, 1.0, factor)
     seconds = np.where((np.asarray(size) > 1) & (np.asarray(bytes) > 0), seconds, 0.0)
     return seconds if seconds.ndim else float(seconds)
 

@@ -53,6 +53,7 @@ def memory_seconds(chip: Chip, bytes: Any, labels: tuple[str, str, str] | None =
     fitted = constants("memory", chip)["constants"]
     seconds = np.where(moved > 0, fitted["floor"] + moved / (chip.hbm * fitted["share"]), 0.0)
     if chip.profile is not None:
-        factor = chip.profile.elementwise_factor(chip, moved, labels) if labels else None
-        seconds = seconds * (chip.profile.memory_factor(chip, moved) if factor is None else factor)
+        own = labels is not None and chip.profile.points("elementwise", labels)
+        kind, of = ("elementwise", labels) if own else ("memory", ())
+        seconds = seconds * chip.profile.factor(kind, of, chip, (moved,), memory_seconds)
     return seconds if seconds.ndim else float(seconds)

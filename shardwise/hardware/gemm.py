@@ -9,7 +9,7 @@ each with a fitted share of the peak (`efficiency.json`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,8 @@ def gemm_seconds(
     sustained = np.multiply(sustained, held_clock(chip))
     seconds = model_seconds(gemm_constants(chip, dtype), chip, m, n, k, dtype, count, sustained)
     if chip.profile is not None:
-        seconds = seconds * chip.profile.gemm_factor(chip, m, n, k, dtype, count)
+        sizes = np.multiply(m, count), n, k  # they count as one with all rows
+        seconds = seconds * chip.profile.factor("gemm", (dtype,), chip, sizes, partial(gemm_seconds, dtype=dtype))
     return seconds
 
 
@@ -105,7 +106,10 @@ def grouped_gemm_seconds(
     measured = chip.profile is not None and chip.profile.measures("grouped", dtype)
     plain = replace(chip, profile=None) if measured else chip
     seconds = gemm_seconds(plain, rows, n, k, dtype, experts, np.multiply(sustained, share))
-    return seconds * chip.profile.grouped_factor(chip, tokens, n, k, experts, dtype) if measured else seconds
+    if measured:
+        model, sizes = partial(grouped_gemm_seconds, dtype=dtype), (tokens, n, k, experts)
+        seconds = seconds * chip.profile.factor("grouped", (dtype,), chip, sizes, model)
+    return seconds
 
 
 def model_seconds(

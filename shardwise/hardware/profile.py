@@ -9,16 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardwise.run.problems import Problem, UserError, nearest
-
-if TYPE_CHECKING:
-    from shardwise.hardware.chips import Chip
-    from shardwise.hardware.cluster import Cluster
 
 LAYER = ("hidden", "ffn", "heads", "kv_heads", "head_dim")
 """The sizes that identify a dense layer."""
@@ -45,12 +42,6 @@ LABELS = {
     "prompt": ("weights",),
     "pick": ("weights",),
 }
-# Keys of the whole profile: texts, then numbers.
-TEXTS = ("machine", "chip", "torch", "date")
-SERVING = ("device_bytes", "library_bytes", "serve_step", "serve_sequence", "serve_mixed", "serve_layer", "serve_token",
-           "serve_arrive", "serve_error")  # fmt: skip
-HOST = ("to_host_gbs", "to_device_gbs", "host_update_gbs", "disk_gbs")
-NUMBERS = ("threads", "kernel_seconds", "launch", "overhead", "layer_overhead", *SERVING, *HOST)
 VERSION = 2
 NEIGHBOURS = 4
 # Shapes are corrected in slices of this many, to keep the table of distances small.
@@ -105,89 +96,24 @@ class Profile:
             self._factors[key] = make()
         return self._factors[key]
 
-    def gemm_factor(self, chip: Chip, m: Any, n: Any, k: Any, dtype: str, count: Any = 1) -> Any:
-        """The factor of a GEMM; `count` GEMMs in one kernel count as one with `count` times the rows."""
-        from shardwise.hardware.gemm import gemm_seconds
-
-        plain = replace(chip, profile=None)
-        sizes = (np.multiply(m, count), n, k)
-        return self._factor("gemm", (dtype,), plain, sizes, lambda m, n, k: gemm_seconds(plain, m, n, k, dtype))
-
-    def grouped_factor(self, chip: Chip, tokens: Any, n: Any, k: Any, experts: Any, dtype: str) -> Any:
-        """The factor of a grouped GEMM."""
-        from shardwise.hardware.gemm import grouped_gemm_seconds
-
-        plain = replace(chip, profile=None)
-        sizes = (tokens, n, k, experts)
-        return self._factor("grouped", (dtype,), plain, sizes, lambda *each: grouped_gemm_seconds(plain, *each, dtype))  # type: ignore[call-arg]
+    def points(self, kind: str, labels: tuple[Any, ...]) -> list[dict[str, Any]]:
+        """The points of a kind with these labels."""
+        return self.once(
+            (kind, labels),
+            lambda: [p for p in getattr(self, kind) if tuple(p[label] for label in LABELS[kind]) == labels],
+        )
 
     def measures(self, kind: str, dtype: str) -> bool:
         """Whether there are points of a kind in this dtype."""
         return any(point["dtype"] == dtype for point in getattr(self, kind))
 
-    def elementwise_factor(self, chip: Chip, bytes: Any, labels: tuple[str, str, str]) -> Any | None:
-        """The factor of an elementwise operation that moves `bytes`; None where it was not measured."""
-        from shardwise.hardware.efficiency import memory_seconds
-
-        if not any(tuple(point[label] for label in LABELS["elementwise"]) == labels for point in self.elementwise):
-            return None
-        plain = replace(chip, profile=None)
-        return self._factor("elementwise", labels, plain, (bytes,), lambda moved: memory_seconds(plain, moved))
-
-    def memory_factor(self, chip: Chip, bytes: Any) -> Any:
-        """The factor of a copy."""
-        from shardwise.hardware.efficiency import memory_seconds
-
-        plain = replace(chip, profile=None)
-        return self._factor("memory", (), plain, (bytes,), lambda moved: memory_seconds(plain, moved))
-
-    def attention_factor(
-        self,
-        chip: Chip,
-        batch: Any,
-        heads: Any,
-        queries: Any,
-        keys: Any,
-        head_dim: Any,
-        causal: bool,
-        kernel: str,
-        direction: str,
-        dtype: str,
-    ) -> Any:
-        """The factor of an attention kernel."""
-        from shardwise.hardware.attention import attention_seconds
-
-        plain = replace(chip, profile=None)
-        return self._factor(
-            "attention",
-            (kernel, direction, dtype, causal),
-            plain,
-            (batch, heads, queries, keys, head_dim),
-            lambda *each: attention_seconds(plain, *each, None, causal, kernel, direction, dtype),  # type: ignore
-        )
-
-    def collective_factor(self, cluster: Cluster, operation: str, bytes: Any, size: Any, stride: Any = 1) -> Any:
-        """The factor of a collective. It was measured inside a machine: a group that spans several domains is not corrected."""
-        from shardwise.hardware.collectives import collective_seconds
-
-        plain = replace(cluster, profile=None)
-        factor = self._factor(
-            "collective",
-            (operation,),
-            plain,
-            (bytes, size),
-            lambda moved, ranks: collective_seconds(plain, operation, moved, ranks),  # type: ignore[arg-type]
-        )
-        return np.where(cluster.spans(size, stride) > 1, 1.0, factor)
-
-    def _factor(
+    def factor(
         self, kind: str, labels: tuple[Any, ...], subject: Any, sizes: tuple[Any, ...], model: Callable[..., Any]
     ) -> Any:
-        """Measured over modelled time at `sizes`; `subject` is the chip or cluster of `model`."""
-        key = (kind, labels, subject)
-        if key not in self._factors:
-            self._factors[key] = self._measured(kind, labels, model)
-        places, logs = self._factors[key]
+        """Measured over modelled time at `sizes`, where `model(subject, *sizes)` is the modelled time of a chip or cluster without
+        its profile; 1 where nothing was measured."""
+        plain = replace(subject, profile=None)
+        places, logs = self.once((kind, labels, plain), lambda: self._measured(kind, labels, partial(model, plain)))
         if not len(logs):
             return 1.0
         shape = np.broadcast_shapes(*(np.shape(size) for size in sizes))
@@ -197,12 +123,17 @@ class Profile:
         return np.exp(np.concatenate(slices)).reshape(shape)
 
     def _measured(self, kind: str, labels: tuple[Any, ...], model: Callable[..., Any]) -> tuple[Any, Any]:
-        points = [p for p in getattr(self, kind) if tuple(p[label] for label in LABELS[kind]) == labels]
-        if not points:
+        if not (points := self.points(kind, labels)):
             return np.zeros((0, 0)), np.zeros(0)
         sizes = [np.array([float(p[name]) for p in points]) for name in SIZES[kind]]
         seconds = np.array([float(p["seconds"]) for p in points])
         return np.log2(np.stack(sizes, axis=-1)), np.log(seconds / model(*sizes))
+
+
+# The keys of a profile besides its points.
+TEXTS = tuple(f.name for f in fields(Profile) if f.type == "str")
+NUMBERS = tuple(f.name for f in fields(Profile) if f.type == "float")
+KEYS = (*TEXTS, *NUMBERS, *SIZES)
 
 
 def _interpolate(places: Any, logs: Any, wanted: Any) -> Any:
@@ -231,8 +162,7 @@ def load_profile(path: str | Path) -> Profile:
     if version != VERSION:
         reason = f"is {version!r}, but this version of Shardwise reads {VERSION}; measure again with `shardwise bench`"
         raise UserError(Problem(reason, "version", where))
-    known = [f.name for f in fields(Profile) if not f.name.startswith("_")]
-    problems = [Problem(f"unknown key{nearest(key, known)}", key, where) for key in content if key not in known]
+    problems = [Problem(f"unknown key{nearest(key, KEYS)}", key, where) for key in content if key not in KEYS]
     for kind in SIZES:
         problems += _check(kind, content.get(kind, []), where)
     problems += [Problem("has to be a text", key, where) for key in TEXTS if not isinstance(content.get(key, ""), str)]
@@ -253,8 +183,7 @@ def _number(value: Any) -> bool:
 
 def dump_profile(profile: Profile) -> dict[str, Any]:
     """The profile as `load_profile` reads it."""
-    content = {f.name: getattr(profile, f.name) for f in fields(Profile) if not f.name.startswith("_")}
-    return {"version": VERSION} | {key: content[key] for key in (*TEXTS, *NUMBERS, *SIZES)}
+    return {"version": VERSION} | {key: getattr(profile, key) for key in KEYS}
 
 
 def _check(kind: str, points: Any, where: str) -> list[Problem]:

@@ -85,7 +85,7 @@ class Curves:
         self._weights = weights
 
     def _points(self, kind: str) -> list[dict[str, Any]]:
-        return [point for point in getattr(self.facts.profile, kind) if point["weights"] == self._weights]
+        return self.facts.profile.points(kind, (self._weights,))
 
     @cached_property
     def _shapes(self) -> dict[Shape, ShapeCurves]:
