@@ -9,57 +9,32 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shardwise.data.batches import Batch
-from shardwise.parallel.apply import Parallel
 from shardwise.parallel.asynchronous import AsynchronousPipeline, Versions
 from shardwise.parallel.gradients import reduce_partial_gradients
-from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.observer import Observers
-from shardwise.run import Run
 from shardwise.torch_private import local_shard, preserved_versions
 from shardwise.train.batches.microbatches import on_device
-from shardwise.train.objectives.objective import TrainObjective
-from shardwise.train.optimizers.optimizer import Optimizer
 from shardwise.train.progress.result import StepResult
 
-
-class TrainState(Protocol):
-    """The part of `step.TrainState` that a step needs."""
-
-    run: Run
-    mesh: Mesh
-    device: torch.device
-    parallel: Parallel
-    observers: Observers
-    optimizer: Optimizer
-    objective: TrainObjective
-    updates: Updates | None
-    step: int
-    tokens: int
-
-    def passes(self, batch: Batch) -> Tensor: ...
-
-    def start_all_reduce(self, share: Tensor) -> Callable[[], Tensor]: ...
+if TYPE_CHECKING:
+    from shardwise.train.step import TrainState
 
 
 class LateResult(StepResult):
     """The result of a step that other ranks may still be computing."""
 
     def __init__(self, step: int, learning_rate: float, wait: Callable[[], Tensor]) -> None:
-        self.step, self.learning_rate, self._wait = step, learning_rate, wait
-        self._found: Tensor | None = None
-        self._arrived = None
+        self.step, self.learning_rate, self._wait, self._arrived = step, learning_rate, wait, None
 
-    @property
+    @cached_property
     def _values(self) -> Tensor:  # type: ignore[override]
-        if self._found is None:
-            self._found = self._wait()
-        return self._found
+        return self._wait()
 
     @property
     def loss(self) -> Tensor:  # type: ignore[override]

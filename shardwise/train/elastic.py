@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,27 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.state import buffers
-from shardwise.parallel.apply import Parallel
 from shardwise.parallel.local_parameter import local
 from shardwise.parallel.members import Answer, ElasticOuter, Members, Place
-from shardwise.parallel.outer import Outer
 from shardwise.run import Run
 from shardwise.run.coordinates import RankCoordinates
 from shardwise.train.faults.guard import History
-from shardwise.train.optimizers.optimizer import Optimizer
 from shardwise.train.progress.metrics import Metrics, read_metrics
 
-
-class ReplicaState(Protocol):
-    """The part of a train state (`step.py`) that another replica's rank can take over."""
-
-    parallel: Parallel
-    optimizer: Optimizer
-    outer: Outer | None
-    device: torch.device
-    step: int
-    tokens: int
-    history: History
+if TYPE_CHECKING:
+    from shardwise.train.step import TrainState
 
 
 def run_of_replica(run: Run) -> Run:
@@ -84,7 +72,7 @@ class Elastic:
         """This replica's samples of a global batch."""
         return np.split(indices, self.layout.replicate)[self.place.replica]
 
-    def begin(self, state: ReplicaState) -> bool:
+    def begin(self, state: TrainState) -> bool:
         """Wait until this replica may take part. Returns whether it received another replica's state and continues from it."""
         while (answer := self.members.begin())["source"] >= 0:
             ok = True
@@ -96,7 +84,7 @@ class Elastic:
                 return True
         return False
 
-    def after_step(self, state: ReplicaState, metrics: Metrics | SharedMetrics | None) -> None:
+    def after_step(self, state: TrainState, metrics: Metrics | SharedMetrics | None) -> None:
         """If an exchange was just applied, send this replica's state to the joining replicas assigned to it."""
         decided = state.outer.decided if isinstance(state.outer, ElasticOuter) else None
         if decided is None:
@@ -118,7 +106,7 @@ def _name(decided: Answer, joiner: int) -> str:
     return f"state/{decided['era']}/{decided['round']}/{joiner}"
 
 
-def _tensors(state: ReplicaState) -> Iterator[tuple[str, Tensor]]:
+def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """All tensors of this rank's state, in an order that is the same on the same rank of every replica."""
     assert state.outer is not None
     for n, each in enumerate(state.parallel.parameters):
@@ -133,7 +121,7 @@ def _tensors(state: ReplicaState) -> Iterator[tuple[str, Tensor]]:
         yield f"buffer/{name}", buffer
 
 
-def packed(state: ReplicaState) -> tuple[str, list[Tensor]]:
+def packed(state: TrainState) -> tuple[str, list[Tensor]]:
     """Returns a description of the state, as JSON, and a copy of its tensors on the host."""
     named = list(_tensors(state))
     copies = [value.detach().to("cpu", copy=True).contiguous() for _, value in named]
@@ -156,7 +144,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def receive(state: ReplicaState, members: Members, name: str, source: int) -> None:
+def receive(state: TrainState, members: Members, name: str, source: int) -> None:
     """Receive a member's state."""
     assert state.outer is not None
     group = members.take(name, source)

@@ -11,7 +11,7 @@ next step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -47,20 +47,11 @@ from shardwise.train.optimizers.optimizer import Optimizer
 from shardwise.train.optimizers.schedule import LossScale
 from shardwise.train.progress.result import StepResult
 
+if TYPE_CHECKING:
+    from shardwise.train.tune_gemms import Tuner
+
 BESIDE = "beside_"
 """Prefix of a microbatch's tensors that belong to forward-only rows."""
-
-
-class Tuning(Protocol):
-    """Called before every step, to find the fastest way to run steps."""
-
-    done: bool
-    """Whether tuning has ended."""
-
-    def __call__(self) -> None: ...
-
-    def stop(self) -> None:
-        """End tuning: later steps must not change."""
 
 
 class TrainState:
@@ -109,7 +100,7 @@ class TrainState:
         self.tokens = 0
         self.history = History()
         self.kept: dict[str, Tensor] = {}  # further tensors for the checkpoint, the same on every rank
-        self.tuner: Tuning | None = None  # chooses GEMM algorithms before a step (see `tune_gemms.py`)
+        self.tuner: Tuner | None = None  # chooses GEMM algorithms before a step (see `tune_gemms.py`)
         self.replay: Callable[[Batch], Tensor] | None = (
             None  # runs forward and backward in place of `passes` (see `cuda_graph.py`)
         )

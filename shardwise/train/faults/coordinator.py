@@ -17,7 +17,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -28,23 +28,6 @@ JOIN_SECONDS = 600.0
 """Seconds that a machine waits for the coordinator."""
 LINGER = 10.0
 """Seconds that the coordinator waits for the commands of other machines to see that the run is over."""
-
-
-class Board(Protocol):
-    """The coordinator as seen by a command that starts replicas, on whichever machine it runs."""
-
-    machine: int
-    address: str
-    port: int
-    store: int
-
-    def view(self) -> Message: ...
-
-    def leave(self, replica: int, start: int) -> None: ...
-
-    def give_up(self, replica: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -203,8 +186,8 @@ class Remote:
         self._socket.close()
 
 
-def meet(run: Run, say: Callable[..., None]) -> Board:
-    """Become the coordinator of a run, or connect to it."""
+def meet(run: Run, say: Callable[..., None]) -> Coordinator | Remote:
+    """Become the coordinator of a run, or connect to it: both answer the same calls."""
     lay, nodes = run.layout, run.cluster.nodes
     sizes = lay.replicate, lay.world // lay.replicate
     if nodes == 1:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,28 +19,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shardwise.data.batches import Batch
-from shardwise.model.moe.layer import Router
-from shardwise.parallel.apply import Parallel
 from shardwise.parallel.local_parameter import local
-from shardwise.parallel.mesh import Mesh
-from shardwise.run import Problem, Run, UserError
-from shardwise.train.optimizers.optimizer import Optimizer
+from shardwise.run import Problem, UserError
 
-
-class Repeatable(Protocol):
-    """The part of the train state that this file needs to run forward and backward twice."""
-
-    run: Run
-    device: torch.device
-    mesh: Mesh
-    parallel: Parallel
-    optimizer: Optimizer
-    routers: list[Router]
-    step: int
-
-    def passes(self, batch: Batch) -> Tensor:
-        """Forward and backward; returns the loss."""
-
+if TYPE_CHECKING:
+    from shardwise.train.step import TrainState
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -77,7 +60,7 @@ def own_gradients(found: list[Tensor]) -> Iterator[None]:
             each.remove()
 
 
-def check_repeatable(train_state: Repeatable) -> None:
+def check_repeatable(train_state: TrainState) -> None:
     """Refuse a device on which two computations may differ without any corruption."""
     train = train_state.run.train
     if train.recheck_every and train_state.device.type == "cuda" and not train.deterministic:
@@ -85,7 +68,7 @@ def check_repeatable(train_state: Repeatable) -> None:
         raise UserError(Problem(reason, key="train.recheck_every"))
 
 
-def passes_twice(train_state: Repeatable, batch: Batch) -> Tensor:
+def passes_twice(train_state: TrainState, batch: Batch) -> Tensor:
     """Run a step's forward and backward twice; raises `Corruption` on every rank if the two differ on any rank. Returns the second
     loss."""
     digests = []
