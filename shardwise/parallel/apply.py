@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.model.adapters import LowRank, LowRankExperts, put_on_adapters, row_lengths, token_keys
 from shardwise.model.attention import MaskBuilder
 from shardwise.model.compute_copy import ComputeCopy, keep_compute_copies
-from shardwise.model.gemm.fp8 import tuned_scaled_mm
-from shardwise.model.gemm.tuned import use_tuned_gemms
+from shardwise.model.gemm.tuned import tuned_scaled_mm, use_tuned_gemms
 from shardwise.model.initialize import draw
 from shardwise.model.invariant.network import check_invariant, make_invariant
 from shardwise.model.layers import Gemm, Linear

@@ -16,7 +16,7 @@ from shardwise.model.gemm import tuned
 from shardwise.model.gemm.candidates import Candidates
 from shardwise.model.gemm.cublaslt import Multiplication, Shape
 from shardwise.model.gemm.decoding import DecodingGemms, Kind
-from shardwise.model.gemm.fp8 import fp8_gemm_onto, tuned_scaled_mm
+from shardwise.model.gemm.tuned import fp8_gemm_onto, tuned_scaled_mm
 from shardwise.model.layers import Gemm, Linear
 from shardwise.model.quantized.fp8 import scaled_mm
 from shardwise.model.quantized.scaled import E4M3, E5M2

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise.model.gemm.accumulate import ACCUMULATE, SUMS
-from shardwise.model.gemm.fp8 import fp8_gemm
-from shardwise.model.gemm.tuned import gemm
+from shardwise.model.gemm.tuned import fp8_gemm, gemm
 from shardwise.model.quantized.scaled import E4M3
 
 

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.data.batches import Batch
 from shardwise.model.layers import Linear
-from shardwise.model.quantized.fp8 import GEMMS, Fp8Gemm, use_fp8
-from shardwise.model.quantized.fp8_matrix import Fp8Matrix
+from shardwise.model.quantized.fp8 import GEMMS, Fp8Gemm, Fp8Matrix, use_fp8
 from shardwise.model.quantized.scaled import (
     E4M3,
     E5M2,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.model.gemm import fp8, tuned
+from shardwise.model.gemm import tuned
 from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Shape, is_aligned
 from shardwise.model.gemm.decoding import DecodingGemms, is_right
 from shardwise.model.gemm.experiment import Experiment
@@ -241,19 +241,19 @@ def test_products_in_8_bits_are_what_pytorch_expects() -> None:
     left, right = torch.randn(32, 16).to(E5M2), torch.randn(48, 16).to(E4M3)
     scales = torch.tensor(0.5), torch.tensor(4.0)
     checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # the schema's would multiply the operands by a number
-    torch.library.opcheck(fp8.fp8_gemm._opoverload, (left, right.t(), *scales, BF16, True), test_utils=checks)
+    torch.library.opcheck(tuned.fp8_gemm._opoverload, (left, right.t(), *scales, BF16, True), test_utils=checks)
     args = (left, right.t(), *scales, BF16, False, torch.randn(48, 32, dtype=BF16).mT)
-    torch.library.opcheck(fp8.fp8_gemm_onto._opoverload, args, test_utils=checks)
+    torch.library.opcheck(tuned.fp8_gemm_onto._opoverload, args, test_utils=checks)
 
 
 def test_products_in_8_bits_are_the_plain_ones_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "worth_tuning", lambda left, right: True)
+    monkeypatch.setattr(tuned, "worth_tuning", lambda left, right: True)
     left, right = torch.randn(32, 16).to(E4M3), torch.randn(48, 16).to(E4M3)
     for scales in ((torch.tensor(0.5), torch.tensor(4.0)), (torch.rand(32, 1), torch.rand(1, 48))):
         wanted = scaled_mm(left, right, scales, BF16)
-        assert torch.equal(fp8.tuned_scaled_mm(left, right, scales, BF16), wanted)
+        assert torch.equal(tuned.tuned_scaled_mm(left, right, scales, BF16), wanted)
     base = torch.randn(32, 48, dtype=BF16)
-    summed = fp8.fp8_gemm_onto(left, right.t(), torch.tensor(0.5), torch.tensor(4.0), BF16, False, base)
+    summed = tuned.fp8_gemm_onto(left, right.t(), torch.tensor(0.5), torch.tensor(4.0), BF16, False, base)
     assert torch.equal(summed, (base.float() + 2 * (left.float() @ right.t().float())).to(BF16))
 
 

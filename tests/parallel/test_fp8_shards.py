@@ -16,7 +16,7 @@ from parallel_pool import RankPool
 
 from shardwise.measure.verify import TOLERANCE, Verdict, counted, planned, random_batch
 from shardwise.model.layers import Linear
-from shardwise.model.quantized.fp8_matrix import Fp8Matrix
+from shardwise.model.quantized.fp8 import Fp8Matrix
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.plan.trainer.traffic import by_group
 from shardwise.run import Run

@@ -28,7 +28,7 @@ from torch import Tensor, UntypedStorage
 
 from shardwise.data.batches import Batch
 from shardwise.measure.counts.traffic import DEVICE
-from shardwise.model.quantized.fp8_matrix import Fp8Matrix
+from shardwise.model.quantized.fp8 import Fp8Matrix
 from shardwise.parallel.observer import Observer
 from shardwise.schedules import Action
 from shardwise.torch_private import (

@@ -17,13 +17,13 @@ from torch._inductor.custom_graph_pass import (  # a documented pass, loaded wit
 )
 from torch.fx import Graph, Node
 
-from shardwise.model.gemm import fp8, tuned
+from shardwise.model.gemm import tuned
 from shardwise.torch_private import operator_of
 
 aten = torch.ops.aten
 SUMS: dict[Any, Any] = {
     operator_of(tuned.gemm): operator_of(tuned.gemm_onto),
-    operator_of(fp8.fp8_gemm): operator_of(fp8.fp8_gemm_onto),
+    operator_of(tuned.fp8_gemm): operator_of(tuned.fp8_gemm_onto),
 }
 """Each GEMM operator, with the one that accumulates."""
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -47,7 +47,7 @@ class Accumulate(CustomGraphPass):
 
     def uuid(self) -> object:
         """A hash of the pass and of the operators it puts into graphs, for the compiler's cache."""
-        return get_hash_for_files((__file__, tuned.__file__, fp8.__file__))
+        return get_hash_for_files((__file__, tuned.__file__))
 
 
 ACCUMULATE = Accumulate()

@@ -1,7 +1,7 @@
 """GEMMs by the algorithm that is known to be fastest for their shape on this kind of machine. Shapes that were never tuned are
 recorded for the tuner (`train/tune_gemms.py`), and left to PyTorch.
 
-`Gemm` is the reference, and returns the same result to the last bit.
+`Gemm`, and in fp8 `scaled_mm` of `quantized/fp8.py`, is the reference, and returns the same result to the last bit.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from shardwise.model.gemm.cublaslt import (
     version,
 )
 from shardwise.model.layers import Gemm, Linear
+from shardwise.model.quantized.fp8 import scaled_mm
 
 Chosen = tuple[Multiplication, Algorithm]
 
@@ -167,6 +168,51 @@ def _(left: Tensor, right: Tensor, base: Tensor) -> Tensor:
     return left.new_empty((left.shape[0], right.shape[1]))
 
 
+@torch.library.custom_op(
+    "shardwise::fp8_gemm",
+    mutates_args=(),
+    schema="(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, ScalarType dtype, bool fast) -> Tensor",
+)
+def fp8_gemm(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """`left @ right` of two fp8 matrices, the second column-major, times their scales."""
+    out = left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
+    if multiply_into(left, right, out, None, (left_scale, right_scale), fast):
+        return out
+    del out
+    return scaled_mm(left, right.t(), (left_scale, right_scale), dtype, fast=fast)
+
+
+@fp8_gemm.register_fake
+def _(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
+
+
+@torch.library.custom_op(
+    "shardwise::fp8_gemm_onto",
+    mutates_args=(),
+    schema="(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, ScalarType dtype, bool fast, Tensor base) -> Tensor",
+)
+def fp8_gemm_onto(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool, base: Tensor
+) -> Tensor:
+    """The same, accumulated onto `base` and rounded once."""
+    base, out = base.contiguous(), left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
+    if multiply_into(left, right, out, base, (left_scale, right_scale), fast):
+        return out
+    del out
+    wide = scaled_mm(left, right.t(), (left_scale, right_scale), torch.float32, fast=fast)
+    return (base.float() + wide).to(dtype)
+
+
+@fp8_gemm_onto.register_fake
+def _(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool, base: Tensor
+) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
+
+
 class TunedGemm(Gemm):
     """GEMMs by the chosen algorithms; those with a bias, which PyTorch adds before it rounds, are left to PyTorch."""
 
@@ -193,3 +239,12 @@ def use_tuned_gemms(blocks: nn.Module) -> Gemm:
         if isinstance(module, Linear):
             module.gemm = chosen
     return chosen
+
+
+def tuned_scaled_mm(
+    left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False
+) -> Tensor:
+    """`scaled_mm`, by the tuned algorithm where the GEMM is large enough; with a scale for each row, by PyTorch's."""
+    if any(scale.dim() for scale in scales) or not worth_tuning(left, right.t()):
+        return scaled_mm(left, right, scales, dtype, fast=fast)
+    return fp8_gemm(left, right.t(), *scales, dtype, fast)
