@@ -80,14 +80,12 @@ def frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
 
 def printed(parts: Sequence[RenderableType]) -> str:
     """The text that a terminal without colours would show."""
+    from shardwise.cli.machinery.terminal import print_parts
     from shardwise.report.terminal import Console
 
     text = io.StringIO()
     console = Console(file=text, width=100, color_system=None)
-    for at, part in enumerate(parts):
-        if at:
-            console.print()
-        console.print(part)
+    print_parts(console, parts)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 

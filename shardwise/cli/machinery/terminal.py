@@ -1,13 +1,23 @@
 """Terminal output of a command: characters that the terminal can show (without UTF-8, × becomes x and not a question mark), and
-progress of long work: one line that is overwritten on a terminal, a line every few seconds elsewhere."""
+progress of long work: one line that is overwritten on a terminal, a line every few seconds elsewhere; parts of a result, and a plan
+beside what was measured."""
 
 from __future__ import annotations
 
 import codecs
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.machinery.options import write_file
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from shardwise.ledger import Difference
 
 NAME = "shardwise-plain"
 PLAIN = {
@@ -64,3 +74,35 @@ def progress_line() -> Iterator[Callable[[str], None]]:
     finally:
         if terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def print_parts(console: Console, parts: Iterable[RenderableType]) -> None:
+    """Print parts with an empty line between them."""
+    for at, part in enumerate(parts):
+        if at:
+            console.print()
+        console.print(part)
+
+
+def show_comparison(
+    what: str,
+    differences: Sequence[Difference],
+    tolerance: Mapping[str, float],
+    notes: Sequence[str],
+    found: dict[str, Any] | None,
+    page: str | None,
+) -> None:
+    """Print the plan beside what was measured, a "run", "rehearsal" or "load"; or only `found` as JSON. `page` is a file for the
+    same as a page."""
+    if page:
+        from shardwise.report import html
+
+        sections = [html.comparison_table(differences, tolerance, ("plan", what)), html.notes(notes)]
+        write_file(page, html.page(f"Plan against {what}", sections).encode())
+    if found is not None:
+        print(json.dumps(found))
+        return
+    from shardwise.report import terminal
+
+    table = terminal.comparison_table(differences, tolerance, ("plan", what))
+    print_parts(terminal.Console(), (table, terminal.notes(notes)))

@@ -6,10 +6,12 @@ import argparse
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.machinery.ranks import words_of
+from shardwise.cli.machinery.terminal import print_parts
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import Problem, Run, UserError, counted, read_run
 
@@ -83,16 +85,11 @@ def _as_rank(
     try:
         if first:
             prepare_folder(folder)
-        log = print_now if first and not args.json else lambda what: None
+        log = partial(print, flush=True) if first and not args.json else lambda what: None
         record(run, folder, Recording(args.steps, args.warmup, ranks, args.modules), log)
     finally:
         launch.leave()
     return _show(folder, args) if first else 0
-
-
-def print_now(what: str) -> None:
-    """Print progress at once, even if the output is not a terminal."""
-    print(what, flush=True)
 
 
 def _show(folder: Path, args: argparse.Namespace) -> int:
@@ -131,11 +128,8 @@ def _show_answers(folder: Path) -> None:
         print(message.replace("this verb", "explaining what was recorded"))
         return
     answers = as_dict(explained.answers)
-    console = Console()
-    console.print(terminal.key_figures(trace_view.figures(answers)))
-    for part in (terminal_trace.breakdown(answers), terminal_trace.findings(answers)):
-        console.print()
-        console.print(part)
+    figures = terminal.key_figures(trace_view.figures(answers))
+    print_parts(Console(), (figures, terminal_trace.breakdown(answers), terminal_trace.findings(answers)))
 
 
 def _show_modules(modules: dict[str, Any], manifest: dict[str, Any]) -> None:
@@ -148,17 +142,13 @@ def _show_modules(modules: dict[str, Any], manifest: dict[str, Any]) -> None:
     chosen = [rank for rank in stages if rank is not None]
     console = Console()
     console = console if console.is_terminal else Console(width=max(console.width, 120))  # a table needs its columns
-    console.print(module_table(folded(merged(modules["ranks"], chosen)), modules["peak_flops"]))
+    table = module_table(folded(merged(modules["ranks"], chosen)), modules["peak_flops"])
     slowest = max(max(modules["step_nanoseconds"][rank]) for rank in manifest["ranks"]) / 1e9
     utilization = modules["model_flops"] / (slowest * modules["peak_flops"] * manifest["world"])
     ranks = f"rank {chosen[0]}" if len(chosen) == 1 else f"ranks {', '.join(map(str, chosen))}, one of each stage"
-    console.print()
-    console.print(
-        terminal.notes(
-            [
-                f"{ranks}; FLOPs of a step ({modules['convention']}); saved: activations of one microbatch",
-                f"time: kernels on a GPU, operators on a CPU, without communication; of peak: {modules['peak_source']}",
-                f"the whole step: {words.percent(utilization)} MFU ({manifest['flops_convention']})",
-            ]
-        )
+    notes = (
+        f"{ranks}; FLOPs of a step ({modules['convention']}); saved: activations of one microbatch",
+        f"time: kernels on a GPU, operators on a CPU, without communication; of peak: {modules['peak_source']}",
+        f"the whole step: {words.percent(utilization)} MFU ({manifest['flops_convention']})",
     )
+    print_parts(console, (table, terminal.notes(notes)))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.machinery.options import at_least, new_file, write_file
+from shardwise.cli.machinery.options import at_least, new_file
 from shardwise.cli.machinery.ranks import start_here
-from shardwise.cli.machinery.terminal import progress_line
+from shardwise.cli.machinery.terminal import progress_line, show_comparison
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import Run, UserError, counted, read_planned, read_run
 
@@ -115,21 +114,7 @@ def _rehearse(run: Run, args: argparse.Namespace) -> int:
         )
     notes += [args.left_open] * bool(args.left_open)
     shown = {f"{d.account}: {d.name}": found.tolerance.get(d.name, float("inf")) for d in found.quantities}
-    if args.html:
-        from shardwise.report import html
-
-        sections = [html.comparison_table(list(found.quantities), shown, ("plan", "rehearsal")), html.notes(notes)]
-        write_file(args.html, html.page("Plan against rehearsal", sections).encode())
-    if args.json:
-        print(json.dumps(found.as_dict()))
-        return answer(found.agrees)
-    from shardwise.report import terminal
-    from shardwise.report.terminal import Console
-
-    console = Console()
-    console.print(terminal.comparison_table(list(found.quantities), shown, ("plan", "rehearsal")))
-    console.print()
-    console.print(terminal.notes(notes))
+    show_comparison("rehearsal", found.quantities, shown, notes, found.as_dict() if args.json else None, args.html)
     return answer(found.agrees)
 
 
@@ -154,37 +139,18 @@ def _as_rank(run: Run, args: argparse.Namespace, environment: object) -> int:
     return code
 
 
-def _tolerance(args: argparse.Namespace) -> dict[str, float]:
-    from shardwise.measure.verify import TOLERANCE
-
-    return TOLERANCE | ({"time": args.time} if args.time is not None else {})
-
-
 def _show(verdicts: list[Verdict], args: argparse.Namespace) -> int:
     """Print the first rank that differs, or rank 0 if none does; exit code 1 if one differs."""
-    from shardwise.measure.verify import as_dict
+    from shardwise.measure.verify import TOLERANCE, as_dict
     from shardwise.train.processes.launch import answer
 
-    tolerance = _tolerance(args)
+    tolerance = TOLERANCE | ({"time": args.time} if args.time is not None else {})
     agrees = all(v.agrees(tolerance) for v in verdicts)
     worst = next((v for v in verdicts if not v.agrees(tolerance)), verdicts[0])
-    differences = worst.differences()
-    shown = tolerance | {"time": tolerance.get("time", float("inf"))}
-    if args.html:
-        from shardwise.report import html
-
-        sections = [html.comparison_table(differences, shown), html.notes(_sentences(verdicts, worst, args.left_open))]
-        write_file(args.html, html.page("Plan against run", sections).encode())
-    if args.json:
-        print(json.dumps(as_dict(verdicts, tolerance)))
-        return answer(agrees)
-    from shardwise.report import terminal
-    from shardwise.report.terminal import Console
-
-    console = Console()
-    console.print(terminal.comparison_table(differences, shown))
-    console.print()
-    console.print(terminal.notes(_sentences(verdicts, worst, args.left_open)))
+    shown = {"time": float("inf")} | tolerance
+    notes = _sentences(verdicts, worst, args.left_open)
+    found = as_dict(verdicts, tolerance) if args.json else None
+    show_comparison("run", worst.differences(), shown, notes, found, args.html)
     return answer(agrees)
 
 

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.machinery.options import at_least, new_file, write_file
+from shardwise.cli.machinery.terminal import print_parts
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import Problem, UserError, counted, read_planned, to_dict, to_toml
 
@@ -90,10 +91,14 @@ def _execute(args: argparse.Namespace) -> int:
         options = {"--devices": devices, "--max-microbatch": args.max_microbatch, "--pick": args.pick}
         what = 'is for a search: set layout = "auto"'
         raise UserError(*(Problem(what, option, "command line") for option, given in options.items() if given))
+    elif args.program:
+        from shardwise.plan.as_program import plan_as, read_program
+
+        found, best = None, plan_as(run, read_program(args.program))
     else:
         from shardwise.plan.plan import plan
 
-        found, best = None, _planned_as(args, run) if args.program else plan(run)
+        found, best = None, plan(run)
     if args.trace:
         from shardwise.plan.time.timeline import timeline
         from shardwise.report.perfetto import write_chrome_trace
@@ -119,12 +124,6 @@ def plan_json(best: Plan, found: SearchResult | None, not_set: dict[str, Any]) -
     rollouts = _rollouts(best)
     added = {} if rollouts is None else {"rollouts": rollouts.as_dict()}
     return (found or best).as_dict() | fits | added | {"not_set": not_set}
-
-
-def _planned_as(args: argparse.Namespace, run: Run) -> Plan:
-    from shardwise.plan.as_program import plan_as, read_program
-
-    return plan_as(run, read_program(args.program))
 
 
 def _row(found: SearchResult, number: int) -> Plan:
@@ -211,18 +210,14 @@ def _print(best: Plan, found: SearchResult | None, left_open: str) -> None:
         for reason in found.without.values():
             console.print(f"\n{reason}", style="yellow")
         console.print(f"\n{LETTERS}; the best one in detail:\n", style="dim")
-    console.print(terminal.key_figures(all_figures(best, found)))
-    for part in (
+    parts = [
+        terminal.key_figures(all_figures(best, found)),
         terminal.memory_bars(best.account.memory),
         terminal.breakdown_bar(best.account),
         terminal.traffic_table(best.account.traffic),
         terminal.timeline(timeline(best.job, SHOWN_MICROBATCHES)),
-    ):
-        console.print()
-        console.print(part)
-    if best.notes:
-        console.print()
-        console.print(terminal.notes(best.notes))
+    ]
+    print_parts(console, [*parts, terminal.notes(best.notes)] if best.notes else parts)
 
 
 def plan_page(best: Plan, found: SearchResult | None, left_open: str) -> str:

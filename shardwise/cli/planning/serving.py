@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.machinery.options import write_file
+from shardwise.cli.machinery.terminal import show_comparison
 from shardwise.run import AXES, Problem, Run, UserError
 
 if TYPE_CHECKING:
     from shardwise.plan.serving.plan import ServingPlan
     from shardwise.plan.serving.served import ServedLoad
     from shardwise.plan.serving.verdict import LoadVerdict
-
-SIDES = ("plan", "load")
 
 
 def plan_serving(args: argparse.Namespace, run: Run) -> int:
@@ -119,7 +118,7 @@ def verify_serving(args: argparse.Namespace, run: Run) -> int:
     if run.layout.auto:
         raise UserError(Problem("a layout has to be given: a load is measured on one", "layout", "command line"))
     if args.load:
-        return _show(args, verdict_of(run, read_load(args.load)))
+        return show_verdict(verdict_of(run, read_load(args.load)), args.json, args.time, args.html)
     if run.layout.world > 1:
         reason = "the engine of one device is measured here; a server of more is by `shardwise load URL --plan RUN`"
         raise UserError(Problem(reason, "layout"))
@@ -128,7 +127,7 @@ def verify_serving(args: argparse.Namespace, run: Run) -> int:
 
     with progress_line() as say:
         verdict = verify_load(run, say)
-    return _show(args, verdict)
+    return show_verdict(verdict, args.json, args.time, args.html)
 
 
 def read_load(path: str) -> ServedLoad:
@@ -153,25 +152,8 @@ def verdict_of(run: Run, measured: ServedLoad) -> LoadVerdict:
     return LoadVerdict(plan_serving(run), measured)
 
 
-def _show(args: argparse.Namespace, verdict: LoadVerdict) -> int:
-    if args.html:
-        from shardwise.report import html
-
-        table = html.comparison_table(verdict.differences, verdict.tolerance(args.time), SIDES)
-        write_file(args.html, html.page("Plan against load", [table, html.notes(verdict.notes())]).encode())
-    return print_verdict(verdict, args.json, args.time)
-
-
-def print_verdict(verdict: LoadVerdict, as_json: bool, time: float | None = None) -> int:
-    """Print plan and measured load side by side. Exit code 1 if they differ."""
-    code = 0 if verdict.agrees(time) else 1
-    if as_json:
-        print(json.dumps(verdict.as_dict(time)))
-        return code
-    from shardwise.report import terminal
-
-    console = terminal.Console()
-    console.print(terminal.comparison_table(verdict.differences, verdict.tolerance(time), SIDES))
-    console.print()
-    console.print(terminal.notes(verdict.notes()))
-    return code
+def show_verdict(verdict: LoadVerdict, as_json: bool, time: float | None = None, page: str | None = None) -> int:
+    """Show plan and measured load side by side. Exit code 1 if they differ."""
+    found = verdict.as_dict(time) if as_json else None
+    show_comparison("load", verdict.differences, verdict.tolerance(time), verdict.notes(), found, page)
+    return 0 if verdict.agrees(time) else 1

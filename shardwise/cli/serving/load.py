@@ -100,10 +100,10 @@ def execute(args: argparse.Namespace) -> int:
 
         write_file(args.html, load_page(f"Load on {args.url}", found).encode())
     if run:
-        from shardwise.cli.planning.serving import print_verdict, verdict_of
+        from shardwise.cli.planning.serving import show_verdict, verdict_of
         from shardwise.plan.serving.served import ServedLoad
 
-        return max(print_verdict(verdict_of(run, ServedLoad(figures)), args.json), 1 if figures["failed"] else 0)
+        return max(show_verdict(verdict_of(run, ServedLoad(figures)), args.json), 1 if figures["failed"] else 0)
     if args.json:
         print(json.dumps(figures))
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.machinery.options import at_least, new_file
+from shardwise.cli.machinery.terminal import print_parts
 from shardwise.cli.trace.read import Explained, read_and_explain
 from shardwise.hardware.chips import ITEM_BYTES
 from shardwise.run import UserError
@@ -157,10 +158,6 @@ def _print(answers: Explanation, problems: tuple[str, ...]) -> None:
     from shardwise.report import terminal_trace
     from shardwise.report.terminal import Console
 
-    console = Console()
-    for at, part in enumerate(terminal_trace.sections(as_dict(answers))):
-        if at:
-            console.print()
-        console.print(part)
+    print_parts(Console(), terminal_trace.sections(as_dict(answers)))
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)
