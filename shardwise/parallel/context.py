@@ -14,7 +14,7 @@ All numbers are per layer and microbatch. For parameters a context rank is one m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,9 +52,9 @@ def zigzag_positions(length: int, ranks: int, rank: int) -> np.ndarray:
     return np.concatenate((np.arange(front, front + chunk), np.arange(back, back + chunk)))
 
 
-def zigzag(length: int, ranks: int, rank: int) -> Tensor:
-    """The same as a tensor."""
-    return torch.from_numpy(zigzag_positions(length, ranks, rank))
+def zigzag_order(length: int, ranks: int) -> Tensor:
+    """The positions of all ranks, one after the other."""
+    return torch.from_numpy(np.concatenate([zigzag_positions(length, ranks, rank) for rank in range(ranks)]))
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,21 @@ class _Ring:
         buffer = torch.empty_like(x)
         return buffer, exchange(x.contiguous(), self.next, buffer, self.last, self.group)
 
+    def rounds(self, k: Tensor, v: Tensor, mask: ContextMask) -> Iterator[tuple[Tensor, Tensor, Part]]:
+        """The keys and values of one rank after the other, this rank's first, and which of its queries see them. The next ones
+        travel meanwhile."""
+        kv = torch.cat((k, v), dim=-1)
+        for step in range(self.ranks):
+            if step < self.ranks - 1:
+                coming, waiting = self.pass_on(kv)
+            keys, values = (x.transpose(1, 2) for x in kv.split((k.shape[-1], v.shape[-1]), dim=-1))
+            part = ring_part(self.rank, (self.rank - step) % self.ranks, self.ranks, k.shape[1], mask, k.device)
+            yield keys[:, :, part.keys], values[:, :, part.keys], part
+            if step < self.ranks - 1:
+                for work in waiting:
+                    work.wait()
+                kv = coming
+
 
 def ring_part(rank: int, owner: int, ranks: int, length: int, mask: ContextMask, device: torch.device) -> Part:
     """Which queries of a rank see which keys of `owner`; `length` is that of a rank's shard of the sequence. All queries see the
@@ -123,26 +138,14 @@ class _RingAttentionFunction(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask, scale: float, group: Any, kernels: Kernels
     ) -> Tensor:
-        ring, length = _Ring(group), q.shape[1]
         queries = q.transpose(1, 2)
         out = lse = torch.empty(0)
-        kv = torch.cat((k, v), dim=-1)
-        for step in range(ring.ranks):
-            if step < ring.ranks - 1:
-                coming, waiting = ring.pass_on(kv)
-            keys, values = (x.transpose(1, 2) for x in kv.split((k.shape[-1], v.shape[-1]), dim=-1))
-            mine, theirs, seen = ring_part(
-                ring.rank, (ring.rank - step) % ring.ranks, ring.ranks, length, mask, q.device
-            )
-            block = kernels[0](queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs], scale, seen)
+        for step, (keys, values, (mine, _, seen)) in enumerate(_Ring(group).rounds(k, v, mask)):
+            block = kernels[0](queries[:, :, mine], keys, values, scale, seen)
             if step:
                 merge(out[:, :, mine], lse[:, :, mine], *block)
             else:  # this rank's own keys, which all of its queries see
                 out, lse = at_least_float32(block[0]), block[1]
-            if step < ring.ranks - 1:
-                for work in waiting:
-                    work.wait()
-                kv = coming
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rest = mask, scale, group, kernels[1]
@@ -152,68 +155,51 @@ class _RingAttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         mask, scale, group, attend_backward = ctx.rest
-        ring, length = _Ring(group), q.shape[1]
+        ring = _Ring(group)
         queries, grad = q.transpose(1, 2), grads[0].transpose(1, 2)
         delta = row_sums(grad, out)
         dq = zeros_for_sums(queries)
-        widths = (k.shape[-1], v.shape[-1])
-        kv = torch.cat((k, v), dim=-1)
         # The gradient of keys and values travels with them, and is home after a full round.
-        dkv = torch.zeros_like(kv)
-        for step in range(ring.ranks):
-            if step < ring.ranks - 1:
-                coming, waiting = ring.pass_on(kv)
-            keys, values = (x.transpose(1, 2) for x in kv.split(widths, dim=-1))
-            mine, theirs, seen = ring_part(
-                ring.rank, (ring.rank - step) % ring.ranks, ring.ranks, length, mask, q.device
-            )
+        dkv = k.new_zeros(*k.shape[:-1], k.shape[-1] + v.shape[-1])
+        for keys, values, (mine, theirs, seen) in ring.rounds(k, v, mask):
             gq, gk, gv = attend_backward(
-                grad[:, :, mine], out[:, :, mine], delta[:, :, mine], queries[:, :, mine], keys[:, :, theirs],
-                values[:, :, theirs], lse[:, :, mine], scale, seen,
+                grad[:, :, mine], out[:, :, mine], delta[:, :, mine], queries[:, :, mine], keys, values,
+                lse[:, :, mine], scale, seen,
             )  # fmt: skip
             dq[:, :, mine] += gq
             dkv[:, theirs] += torch.cat((gk, gv), dim=-1).transpose(1, 2)
-            if step < ring.ranks - 1:
-                for work in waiting:
-                    work.wait()
-                kv = coming
-            dkv, waiting_grad = ring.pass_on(dkv)
-            for work in waiting_grad:
+            dkv, waiting = ring.pass_on(dkv)
+            for work in waiting:
                 work.wait()
-        gk, gv = dkv.split(widths, dim=-1)
+        gk, gv = dkv.split((k.shape[-1], v.shape[-1]), dim=-1)
         return dq.to(q.dtype).transpose(1, 2), gk, gv, None, None, None, None
 
 
-class RingAttention(nn.Module):
-    """Attention over a ring of ranks. `kernels` compute a block of it, forward and backward, and may be replaced."""
+class BlockwiseAttention(nn.Module):
+    """Attention block by block. `kernels` compute a block of it, forward and backward, and may be replaced."""
 
     def __init__(self, scale: float, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.scale = scale
-        self.group = group
-        self.kernels = KERNELS
+        self.scale, self.group, self.kernels = scale, group, KERNELS
+
+
+class RingAttention(BlockwiseAttention):
+    """Attention over a ring of ranks."""
 
     @torch.compiler.disable  # the compiler does not know P2P messages
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
         return _RingAttentionFunction.apply(q, k, v, mask, self.scale, self.group, self.kernels)
 
 
-class GatherAttention(nn.Module):
+class GatherAttention(BlockwiseAttention):
     """Attention to keys and values gathered from all ranks. A chunk of queries sees all keys before it, and the keys at its own
     positions causally, so no mask is needed."""
-
-    def __init__(self, scale: float, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.scale = scale
-        self.group = group
-        self.kernels = KERNELS
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
         ranks = dist.get_world_size(self.group)
         width, length = k.shape[-1], q.shape[1] * ranks
         both = all_gather_sequence(torch.cat((k, v), dim=-1), self.group, again=False)
-        places = torch.cat([zigzag(length, ranks, r) for r in range(ranks)]).to(q.device)
-        both = both.index_select(1, places.argsort())
+        both = both.index_select(1, zigzag_order(length, ranks).to(q.device).argsort())
         return self._attend(q, both[..., :width], both[..., width:], mask)
 
     @torch.compiler.disable
@@ -238,7 +224,7 @@ class UlyssesAttention(nn.Module):
         if k.shape[2] % ranks:  # too few key/value heads to divide: repeat each for the query heads that use it
             groups = q.shape[2] // k.shape[2]
             k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-        places = torch.cat([zigzag(q.shape[1] * ranks, ranks, r) for r in range(ranks)]).to(q.device)
+        places = zigzag_order(q.shape[1] * ranks, ranks).to(q.device)
         q, k, v = (self._to_heads(x, ranks).index_select(1, places.argsort()) for x in (q, k, v))
         length = q.shape[1]
         out = self.inner(q, k, v, self.masks(length, mask.documents, length, q.device))

@@ -41,7 +41,7 @@ from shardwise.parallel.collectives import (
     all_to_all,
     reduce_scatter_sequence,
 )
-from shardwise.parallel.context import zigzag
+from shardwise.parallel.context import zigzag_order
 from shardwise.parallel.mesh import Mesh
 
 
@@ -150,8 +150,7 @@ def apply_expert(model: Transformer, mesh: Mesh, expert_tensor: bool, seq_len: i
         if not isinstance(moe, MoE):
             continue
         if mesh.group("sequence") is not None:
-            ranks = mesh.size("context")
-            places = torch.cat([zigzag(seq_len, ranks, rank) for rank in range(ranks)])
+            places = zigzag_order(seq_len, mesh.size("context"))
             moe.router = SequenceParallelRouter(moe.router, mesh.group("sequence"), places)
         tensor, sequence = mesh.group("tensor") if expert_tensor else None, (mesh.index("tensor"), mesh.size("tensor"))
         block.ffn = ExpertParallelMoE(moe, mesh.group("expert"), tensor, sequence)

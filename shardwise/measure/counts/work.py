@@ -33,7 +33,7 @@ from shardwise.model.quantized.scaled import scaled_mm_reference
 from shardwise.model.transformer import Transformer
 from shardwise.model.varlen import Mask, VarlenMask
 from shardwise.parallel.blockwise import BlockMask, Causal
-from shardwise.parallel.context import GatherAttention, RingAttention
+from shardwise.parallel.context import BlockwiseAttention
 from shardwise.parallel.observer import Observer
 from shardwise.plan.trainer.work import CONVENTION
 from shardwise.run.derive import compiles
@@ -118,7 +118,7 @@ class WorkCounter(BareDispatchMode, Observer):
             for module in model.modules():
                 if isinstance(module, DotProductAttention):
                     self._count_attention(module)
-                elif isinstance(module, RingAttention | GatherAttention):
+                elif isinstance(module, BlockwiseAttention):
                     self._count_blocks(module)
         self.open.enter_context(self.train_state.observers.watched_by(self))
         super().__enter__()
@@ -343,7 +343,7 @@ class WorkCounter(BareDispatchMode, Observer):
         attention.attend = counted
         self.open.callback(lambda: setattr(attention, "attend", inner))
 
-    def _count_blocks(self, attention: RingAttention | GatherAttention) -> None:
+    def _count_blocks(self, attention: BlockwiseAttention) -> None:
         """Count the blocks of context-parallel attention, [batch, heads, sequence, width]."""
         forward, backward = kernels = attention.kernels
 
