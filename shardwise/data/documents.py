@@ -8,8 +8,8 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 from shardwise.data.inputs import Chunk, Input, import_parquet
@@ -45,8 +45,14 @@ class Reader:
         self._reported = chunk.start
 
     def __iter__(self) -> Iterator[Part]:
-        try:
+        with self.whole():
             yield from {"text": self._text, "jsonl": self._jsonl, "parquet": self._parquet}[self.file.kind]()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Raise the problems with documents at the end of the block, or when the file itself cannot be read any further."""
+        try:
+            yield
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
             self.problems.append(Problem(f"is not a complete gzip file: {e}", where=self.file.path))
         except OSError as e:
@@ -109,8 +115,7 @@ class Reader:
     def each_line(self) -> Iterator[tuple[bytes, int, int]]:
         """Every line of the chunk, with its byte offset and the bytes of input consumed since the last line."""
         with self._open() as source:
-            at = to_line_start(source, self.chunk.start)
-            source.seek(at)
+            at = to_line_start(source, self.chunk)
             while self.file.zipped or at < self.chunk.stop:
                 line = source.readline()
                 if not line:
@@ -146,19 +151,24 @@ class Reader:
         return None
 
     def _parquet(self) -> Iterator[Part]:
+        with self.batches([self.field]) as (batches, consumed):
+            cells = (cell for batch in batches for cell in batch.column(0))
+            for row, cell in enumerate(cells):
+                text = self._cell(cell, row)
+                if text is not None:
+                    yield Part(text, consumed, row)
+
+    @contextmanager
+    def batches(self, columns: list[str] | None = None) -> Iterator[tuple[Iterator[Any], int]]:
+        """The rows of the chunk's row groups in batches, and the bytes of input that a row counts for."""
         arrow, parquet = import_parquet(self.file.path)
         try:
-            with parquet.ParquetFile(Path(self.file.path)) as source:
+            with parquet.ParquetFile(self.file.path) as source:
                 groups = list(range(self.chunk.start, self.chunk.stop))
                 rows = sum(source.metadata.row_group(g).num_rows for g in groups)
-                row = 0
-                for batch in source.iter_batches(_ROWS, row_groups=groups, columns=[self.field], use_threads=False):
-                    for cell in batch.column(0):
-                        text = self._cell(cell, row)
-                        if text is not None:
-                            yield Part(text, self.chunk.bytes // rows, row)
-                        row += 1
-        except arrow.ArrowException as e:
+                batches = source.iter_batches(_ROWS, row_groups=groups, columns=columns, use_threads=False)
+                yield batches, self.chunk.bytes // max(rows, 1)
+        except (arrow.ArrowException, UnicodeDecodeError) as e:
             self.problems.append(Problem(f"cannot be read as Parquet: {e}", where=self.file.path))
 
     def _cell(self, cell: Any, row: int) -> str | None:
@@ -172,13 +182,14 @@ class Reader:
         return value
 
 
-def to_line_start(source: IO[bytes], offset: int) -> int:
-    """The first start of a line at or after an offset."""
-    if offset == 0:
+def to_line_start(source: IO[bytes], chunk: Chunk) -> int:
+    """Seek to the first line that begins in a chunk, but not beyond the chunk: else each chunk of a long line would read all of
+    it."""
+    if chunk.start == 0:
         return 0
-    source.seek(offset - 1)
-    at = offset - 1
-    while block := source.readline(TEXT_PART):
+    at = chunk.start - 1
+    source.seek(at)
+    while at < chunk.stop and (block := source.readline(min(TEXT_PART, chunk.stop - at))):
         at += len(block)
         if block.endswith(b"\n"):
             break

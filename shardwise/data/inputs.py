@@ -5,16 +5,15 @@ busy."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from shardwise.run.problems import Problem, UserError, install
 
-TEXT = (".txt", ".md", ".rst", ".text")
-JSONL = (".jsonl", ".ndjson")
-PARQUET = (".parquet",)
+KINDS = {"text": (".txt", ".md", ".rst", ".text"), "jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",)}
 
 # Enough units for an even load, but neither so small that starting one costs much nor so many that a folder gets slow.
 _UNITS = 512
@@ -51,14 +50,16 @@ class Unit:
     chunks: tuple[Chunk, ...]
 
 
-def kind_of(path: Path) -> tuple[str, bool] | None:
-    """The kind of a file by its name, and whether it is gzipped; None for an unknown name."""
-    suffixes = [s.lower() for s in path.suffixes]
-    zipped = bool(suffixes) and suffixes[-1] == ".gz"
-    inner = suffixes[-2:-1] if zipped else suffixes[-1:]
-    for kind, known in (("text", TEXT), ("jsonl", JSONL), ("parquet", PARQUET)):
-        if inner and inner[0] in known and not (zipped and kind == "parquet"):
-            return kind, zipped
+Kinds = Mapping[str, Sequence[str]]
+
+
+def kind_of(path: str | Path, kinds: Kinds = KINDS, packings: Container[str] = (".gz",)) -> tuple[str, str] | None:
+    """The kind of a file by its name, and the suffix of its compression; None for an unknown name."""
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    packed = suffixes.pop() if suffixes and suffixes[-1] in packings else ""
+    for kind, known in kinds.items():
+        if suffixes and suffixes[-1] in known and not (packed and kind == "parquet"):
+            return kind, packed
     return None
 
 
@@ -70,9 +71,9 @@ def find_inputs(names: Sequence[str | Path], field: str | None) -> list[Input]:
     for name in names:
         path = Path(name)
         if path.is_dir():
-            paths = list(_walk(path))
+            paths = list(files_in(path))
             if not paths:
-                known = ", ".join((*TEXT, *JSONL, *PARQUET))
+                known = ", ".join(chain.from_iterable(KINDS.values()))
                 problems.append(
                     Problem(f"holds no file to read ({known}, or the first ones with .gz)", where=str(name))
                 )
@@ -95,11 +96,12 @@ def find_inputs(names: Sequence[str | Path], field: str | None) -> list[Input]:
     return list(found.values())
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def files_in(folder: str | Path, kinds: Kinds = KINDS, packings: Container[str] = (".gz",)) -> Iterator[Path]:
+    """The files of known kinds in a folder and those in it, sorted, without hidden ones."""
     for here, folders, files in os.walk(folder):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
         for file in sorted(files):
-            if not file.startswith(".") and kind_of(Path(file)):
+            if not file.startswith(".") and kind_of(file, kinds, packings):
                 yield Path(here, file)
 
 
@@ -113,7 +115,7 @@ def refuse_odd_name(path: str | Path) -> None:
 
 def _add(path: Path, field: str | None, found: dict[str, Input]) -> None:
     refuse_odd_name(path)
-    kind, zipped = kind_of(path) or ("text", path.suffix.lower() == ".gz")
+    kind, packed = kind_of(path) or ("text", path.suffix.lower() == ".gz")
     if path.name.lower().endswith((".json", ".json.gz")):
         message = "is .json: name it .jsonl if each line is an object, or .txt if the JSON itself is the text"
         raise UserError(Problem(message, where=str(path)))
@@ -125,7 +127,7 @@ def _add(path: Path, field: str | None, found: dict[str, Input]) -> None:
     with open(path, "rb"):  # fails before work starts, not in the middle of it
         stat = path.stat()
     groups = _row_groups(path, field) if kind == "parquet" else ()
-    found[resolved] = Input(resolved, kind, zipped, stat.st_size, stat.st_mtime_ns, groups)
+    found[resolved] = Input(resolved, kind, bool(packed), stat.st_size, stat.st_mtime_ns, groups)
 
 
 def _row_groups(path: Path, field: str | None) -> tuple[int, ...]:

@@ -3,19 +3,14 @@ the reason, with its line, so that every row is counted."""
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.data.chat.messages import BadRow
 from shardwise.data.documents import Reader, name_of
-from shardwise.data.inputs import Chunk, Input, import_parquet
-from shardwise.run.problems import Problem, UserError
-
-_ROWS = 256
+from shardwise.data.inputs import Chunk, Input
 
 
 @dataclass(slots=True)
@@ -38,12 +33,8 @@ class RowReader(Reader):
 
     def rows(self) -> Iterator[Row]:
         """All rows. Raises `UserError` if the file itself cannot be read any further."""
-        try:
+        with self.whole():
             yield from self._lines() if self.file.kind == "jsonl" else self._groups()
-        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-            raise UserError(Problem(f"is not a complete gzip file: {e}", where=self.file.path)) from None
-        except OSError as e:
-            raise UserError(Problem(f"cannot be read: {e.strerror or e}", where=self.file.path)) from None
 
     def _lines(self) -> Iterator[Row]:
         for line, _, consumed in self.each_line():
@@ -56,17 +47,11 @@ class RowReader(Reader):
                 yield Row(None, self.lines, consumed, e)
 
     def _groups(self) -> Iterator[Row]:
-        arrow, parquet = import_parquet(self.file.path)
-        try:
-            with parquet.ParquetFile(self.file.path) as source:
-                groups = list(range(self.chunk.start, self.chunk.stop))
-                total = sum(source.metadata.row_group(g).num_rows for g in groups)
-                for batch in source.iter_batches(_ROWS, row_groups=groups, use_threads=False):
-                    for value in batch.to_pylist():
-                        self.lines += 1
-                        yield Row(value, self.lines, self.chunk.bytes // total)
-        except (arrow.ArrowException, UnicodeDecodeError) as e:
-            raise UserError(Problem(f"cannot be read as Parquet: {e}", where=self.file.path)) from None
+        with self.batches() as (batches, consumed):
+            for batch in batches:
+                for value in batch.to_pylist():
+                    self.lines += 1
+                    yield Row(value, self.lines, consumed)
 
 
 def place(file: Input, line: int) -> str:

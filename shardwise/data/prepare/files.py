@@ -6,25 +6,14 @@ import glob
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from shardwise.data.inputs import (
-    JSONL,
-    PARQUET,
-    TEXT,
-    Chunk,
-    Input,
-    Unit,
-    import_parquet,
-    refuse_odd_name,
-    split_into_units,
-)
+from shardwise.data import inputs
+from shardwise.data.inputs import Chunk, Input, Unit, import_parquet, refuse_odd_name, split_into_units
 from shardwise.data.prepare.recipe import Recipe
 from shardwise.data.prepare.streams import COMPRESSIONS
 from shardwise.run.problems import Problem, UserError
 
-WARC = (".warc", ".wet", ".arc")
-KINDS = {"text": TEXT, "jsonl": JSONL, "parquet": PARQUET, "warc": WARC}
+KINDS = {**inputs.KINDS, "warc": (".warc", ".wet", ".arc")}
 
 
 @dataclass(frozen=True)
@@ -33,17 +22,6 @@ class File(Input):
 
     source: int = 0
     compression: str = ""
-
-
-def kind_of(name: str) -> tuple[str, str] | None:
-    """The kind and the compression of a file, from its name."""
-    suffixes = [suffix.lower() for suffix in Path(name).suffixes[-2:]]
-    compression = COMPRESSIONS.get(suffixes[-1], "") if suffixes else ""
-    inner = suffixes[-2:-1] if compression else suffixes[-1:]
-    for kind, known in KINDS.items():
-        if inner and inner[0] in known and not (compression and kind == "parquet"):
-            return kind, compression
-    return None
 
 
 def find_files(recipe: Recipe) -> list[File]:
@@ -74,11 +52,7 @@ def find_files(recipe: Recipe) -> list[File]:
 
 def _behind(name: str) -> Iterator[str]:
     if os.path.isdir(name):
-        for here, folders, files in os.walk(name):
-            folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
-            yield from (
-                os.path.join(here, file) for file in sorted(files) if not file.startswith(".") and kind_of(file)
-            )
+        yield from map(str, inputs.files_in(name, KINDS, COMPRESSIONS))
     elif os.path.exists(name):
         yield name
     else:
@@ -87,12 +61,12 @@ def _behind(name: str) -> Iterator[str]:
 
 def _file(path: str, source: int, field: str) -> File:
     refuse_odd_name(path)
-    known = kind_of(path)
+    known = inputs.kind_of(path, KINDS, COMPRESSIONS)
     if known is None:
         names = ", ".join(suffix for suffixes in KINDS.values() for suffix in suffixes)
         message = f"has a name of no known kind ({names}; with {', '.join(COMPRESSIONS)} behind all but .parquet)"
         raise UserError(Problem(message, where=path))
-    kind, compression = known
+    kind, compression = known[0], COMPRESSIONS.get(known[1], "")
     stat = os.stat(path)
     whole = bool(compression) or kind in ("text", "warc")
     file = File(os.path.realpath(path), kind, whole, stat.st_size, stat.st_mtime_ns, (), source, compression)

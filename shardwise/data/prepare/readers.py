@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
-from shardwise.data.documents import BOM, TEXT_PART, name_of
+from shardwise.data.documents import BOM, TEXT_PART, name_of, to_line_start
 from shardwise.data.inputs import Chunk, import_parquet
 from shardwise.data.prepare.files import File
 from shardwise.data.prepare.streams import broken, open_stream
@@ -82,9 +82,7 @@ def _too_long(longest: int) -> str:
 
 def _jsonl(file: File, chunk: Chunk, name: str, longest: int) -> Iterator[Row]:
     with open_stream(file.path, file.compression) as source:
-        at = 0
-        if chunk.start:
-            at = _first_line(source, chunk)
+        at = to_line_start(source, chunk)
         while file.zipped or at < chunk.stop:
             line = source.readline(longest + 1)
             if not line:
@@ -99,18 +97,6 @@ def _jsonl(file: File, chunk: Chunk, name: str, longest: int) -> Iterator[Row]:
                 yield Row(place, min(at - place, 2**32 - 1), wrong=_too_long(longest))
             elif not line.isspace():
                 yield _value(line.removeprefix(BOM) if place == 0 else line, place, name)
-
-
-def _first_line(source: IO[bytes], chunk: Chunk) -> int:
-    """Seek to the first line that begins in a chunk, but not beyond the chunk: else each chunk of a long line would read all of
-    it."""
-    at = chunk.start - 1
-    source.seek(at)
-    while at < chunk.stop and (block := source.readline(min(TEXT_PART, chunk.stop - at))):
-        at += len(block)
-        if block.endswith(b"\n"):
-            break
-    return at
 
 
 def _value(line: bytes, place: int, name: str) -> Row:
