@@ -154,7 +154,7 @@ def load_profile(path: str | Path) -> Profile:
         raise UserError(Problem("there is no such profile; `shardwise bench` writes one", where=where)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(Problem(f"cannot be read: {error}", where=where)) from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # Python reads no integer of more than 4,300 digits
         raise UserError(Problem(f"is not JSON: {error}", where=where)) from None
     if not isinstance(content, dict):
         raise UserError(Problem("has to be one JSON object", where=where))

@@ -29,7 +29,7 @@ def named_model(name: str, key: str, seq_len: int) -> ModelConfig:
         section = tomllib.loads(file.read_text(encoding="utf-8")).get("model", {})
         given = {each.name for each in fields(ModelConfig)} & set(section)
         return derive_model(ModelConfig(**{word: section[word] for word in given}), seq_len)
-    except (OSError, ValueError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
         raise UserError(Problem(f"{file} cannot be read: {e}", key)) from None
 
 

@@ -107,7 +107,14 @@ def test_mistakes_in_a_profile_are_named_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "is not JSON"), ("[]", "has to be one JSON object"), ("{}", "holds no measurements")]
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        (f'{{"launch": {"9" * 5000}}}', "is not JSON"),
+        ("[]", "has to be one JSON object"),
+        ("{}", "holds no measurements"),
+    ],
 )
 def test_a_file_that_is_no_profile(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "profile.json"

@@ -83,6 +83,7 @@ def test_every_mistake_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFix
     ("text", "words"),
     [
         ("memory_gib = ", "not valid TOML"),
+        (f"power_w = 1{'0' * 5000}", "not valid TOML"),
         ('like = "h10"', "no chip is called"),
         ('like = "my-chip.toml"', "no chip is called"),
         ('like = "h100"\nmemory_gib = 1\nmemory_gb = 2', "given twice"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.run import PRESETS, Run, TrainConfig, UserError, read_run, run_from_dict, to_dict, to_toml
+from shardwise.run import PRESETS, Run, TrainConfig, UserError, read_planned, read_run, run_from_dict, to_dict, to_toml
 from shardwise.run.config import SECTIONS, all_keys
 from shardwise.run.derive import compiles, planned_on_gpu, replays
 from shardwise.run.write import schema
@@ -350,3 +350,13 @@ def test_the_schema_lists_every_declared_key_with_a_meaning() -> None:
     declared = {f"{s}.{f.name}" for s, cls in SECTIONS.items() for f in fields(cls)} | {"name"}
     assert listed == declared == set(all_keys())
     assert all(len(entry["meaning"]) > 5 and entry["type"] for entry in schema())
+
+
+@pytest.mark.parametrize(
+    "text", ["model = 3", "[model]\nheads = 0", "[model]\nhidden = 'wide'", f"[model]\nx = {'[' * 9999}"]
+)
+def test_a_model_to_guess_with_whose_file_is_broken_is_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    overrides = ["serve.concurrency=1", "serve.speculate=draft", f"serve.draft={tmp_path}"]
+    with pytest.raises(UserError, match=r"serve\.draft: .* cannot be read: "):
+        read_planned(None, overrides)
