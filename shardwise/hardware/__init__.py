@@ -4,7 +4,7 @@ Every time is in seconds and every function takes numbers or arrays that broadca
 """
 
 from shardwise.hardware.attention import attention_flops, attention_seconds, kernel_on
-from shardwise.hardware.chips import ALIASES, CHIPS, Chip, chip_of_driver_name, find_chip, unknown_chip
+from shardwise.hardware.chips import ALIASES, CHIPS, chip_of_driver_name, find_chip
 from shardwise.hardware.cluster import Cluster, make_cluster
 from shardwise.hardware.collectives import COLLECTIVES, Collective, collective_seconds
 from shardwise.hardware.efficiency import memory_seconds
@@ -15,7 +15,6 @@ __all__ = [
     "ALIASES",
     "CHIPS",
     "COLLECTIVES",
-    "Chip",
     "Cluster",
     "Collective",
     "Profile",
@@ -31,5 +30,4 @@ __all__ = [
     "load_profile",
     "make_cluster",
     "memory_seconds",
-    "unknown_chip",
 ]

@@ -2,7 +2,7 @@
 torch."""
 
 from shardwise.run.axes import AXES, RANK_AXES
-from shardwise.run.config import ClusterConfig, DataConfig, ModelConfig, Run, TrainConfig
+from shardwise.run.config import ModelConfig, Run, TrainConfig
 from shardwise.run.presets import PRESETS
 from shardwise.run.problems import Problem, UserError, counted
 from shardwise.run.read import PlannedRun, read_planned, read_run, read_served, run_from_dict
@@ -16,8 +16,6 @@ __all__ = [
     "PRESETS",
     "RANK_AXES",
     "AdapterConfig",
-    "ClusterConfig",
-    "DataConfig",
     "LayoutConfig",
     "MemoryConfig",
     "ModelConfig",

@@ -7,8 +7,8 @@ A 0 that means "derived" is filled in by `shardwise.run.derive`, so a resolved r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, is_dataclass
+from typing import Literal, get_type_hints
 
 from shardwise.run.sections.adapter import AdapterConfig
 from shardwise.run.sections.declare import Key, declared, key
@@ -363,22 +363,10 @@ class Run:
         return self.train.global_batch * self.train.seq_len
 
 
-SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "layout": LayoutConfig,
-    "data": DataConfig,
-    "train": TrainConfig,
-    "objective": ObjectiveConfig,
-    "adapter": AdapterConfig,
-    "memory": MemoryConfig,
-    "serve": ServeConfig,
-    "cluster": ClusterConfig,
-}
+SECTIONS: dict[str, type] = {name: section for name, section in get_type_hints(Run).items() if is_dataclass(section)}
 
 
 def all_keys() -> dict[str, Key]:
     """Every key a run file may hold: `name`, then `section.key`."""
-    keys = {k.name: k for k in declared(Run)}
-    for section, cls in SECTIONS.items():
-        keys.update({f"{section}.{k.name}": k for k in declared(cls)})
-    return keys
+    own = {k.name: k for k in declared(Run)}
+    return own | {f"{section}.{k.name}": k for section, cls in SECTIONS.items() for k in declared(cls)}

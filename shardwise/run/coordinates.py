@@ -13,6 +13,7 @@ a size and a stride. Besides the axes there are groupings of them:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,39 +22,27 @@ from shardwise.run.sections.layout import LayoutConfig
 GROUPS = ("pipeline", "replicate", "shard", "context", "tensor", "zero", "expert_shard", "expert", "sequence", "world")
 
 
+SPANS: dict[str, Callable[[LayoutConfig], tuple[Any, Any]]] = {
+    "tensor": lambda lay: (lay.tensor, 1),
+    "context": lambda lay: (lay.context, lay.tensor),
+    "shard": lambda lay: (lay.shard, lay.tensor * lay.context),
+    "zero": lambda lay: (lay.shard * lay.context, lay.tensor),
+    "secondary": lambda lay: (lay.secondary_shard, lay.tensor),
+    "expert_secondary": lambda lay: (lay.expert_secondary_shard, lay.tensor * lay.expert),
+    "between_secondary": lambda lay: (lay.shard * lay.context // lay.secondary_shard, lay.tensor * lay.secondary_shard),
+    "expert": lambda lay: (lay.expert, lay.tensor),
+    "expert_shard": lambda lay: (lay.shard * lay.context // lay.expert, lay.tensor * lay.expert),
+    "sequence": lambda lay: (lay.context * lay.tensor, 1),
+    "replicate": lambda lay: (lay.replicate, lay.tensor * lay.context * lay.shard),
+    "pipeline": lambda lay: (lay.pipeline, lay.tensor * lay.context * lay.shard * lay.replicate),
+    "world": lambda lay: (lay.world, 1),
+    "replica": lambda lay: (lay.world // lay.replicate, 1),
+}
+
+
 def group_span(layout: LayoutConfig, group: str) -> tuple[Any, Any]:
     """A group's size and the stride between its ranks. Sizes of the layout may be arrays, one entry per layout."""
-    lay = layout
-    match group:
-        case "tensor":
-            return lay.tensor, 1
-        case "context":
-            return lay.context, lay.tensor
-        case "shard":
-            return lay.shard, lay.tensor * lay.context
-        case "zero":
-            return lay.shard * lay.context, lay.tensor
-        case "secondary":
-            return lay.secondary_shard, lay.tensor
-        case "expert_secondary":
-            return lay.expert_secondary_shard, lay.tensor * lay.expert
-        case "between_secondary":
-            return lay.shard * lay.context // lay.secondary_shard, lay.tensor * lay.secondary_shard
-        case "expert":
-            return lay.expert, lay.tensor
-        case "expert_shard":
-            return lay.shard * lay.context // lay.expert, lay.tensor * lay.expert
-        case "sequence":
-            return lay.context * lay.tensor, 1
-        case "replicate":
-            return lay.replicate, lay.tensor * lay.context * lay.shard
-        case "pipeline":
-            return lay.pipeline, lay.tensor * lay.context * lay.shard * lay.replicate
-        case "world":
-            return lay.world, 1
-        case "replica":
-            return lay.world // lay.replicate, 1
-    raise KeyError(group)
+    return SPANS[group](layout)
 
 
 @dataclass(frozen=True)
