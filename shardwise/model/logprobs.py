@@ -43,12 +43,12 @@ class Logits(nn.Module):
 
 
 class LogProbHead(nn.Module):
-    """The common part of loss heads: a loss computed from log-probabilities."""
+    """The common part of loss heads: a loss computed from log-probabilities. Targets and weights are those of all tokens."""
 
     start = 0
     """The first token of the vocabulary in this rank's matrix."""
 
-    def __init__(self, gemm: Gemm | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES, gemm: Gemm | None = None) -> None:
         super().__init__()
         self.gemm, self.chunk_bytes = gemm or Gemm(), chunk_bytes
         self.logits = Logits(self.gemm)
@@ -69,6 +69,19 @@ class LogProbHead(nn.Module):
     def gathered(self, x: Tensor) -> Tensor:
         """The hidden states of all tokens, from this rank's slice of them."""
         return x
+
+    def forward(
+        self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None, make: Make | None = None
+    ) -> Tensor:
+        """The summed cross-entropy, or the loss that `make` computes from log-probabilities."""
+        x = self.gathered(x)
+        if make is not None:
+            return self.of_logprobs(x, matrix, targets, make)
+        return self.cross_entropy(x, matrix, targets, weights)
+
+    def cross_entropy(self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+        """The cross-entropy of all tokens, each times its weight, summed."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def top(self, x: Tensor, matrix: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -124,13 +137,10 @@ class _OfLogProbs(torch.autograd.Function):
         logprobs = torch.where(counted, picked - total[:, None], 0).view(targets.shape)
         if not learns:
             return make(logprobs)
-        with torch.enable_grad():
-            leaf = logprobs.detach().requires_grad_()
-            loss = make(leaf)
-            (grad,) = torch.autograd.grad(loss, leaf, allow_unused=True, materialize_grads=True)
+        loss, grad = loss_and_gradient(make, logprobs)
         ctx.save_for_backward(x, weight, total, grad.clone())  # a copy: it may be a view of a larger tensor
         ctx.targets, ctx.head, ctx.rows = targets, head, rows
-        return loss.detach()
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
@@ -156,6 +166,15 @@ class _OfLogProbs(torch.autograd.Function):
             if dw is not None:
                 gemm.put(dlogits.mT, x[chunk], dw, add=start > 0)
         return dx, None if dw is None else dw.to(weight.dtype), None, None, None, None, None
+
+
+def loss_and_gradient(make: Make, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss that `make` computes, and its gradient with respect to the values."""
+    with torch.enable_grad():
+        leaf = values.detach().requires_grad_()
+        loss = make(leaf)
+        (grad,) = torch.autograd.grad(loss, leaf, allow_unused=True, materialize_grads=True)
+    return loss.detach(), grad
 
 
 def local_places(targets: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:

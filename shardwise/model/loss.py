@@ -16,24 +16,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.model.layers import Gemm, at_least_float32
-from shardwise.model.logprobs import IGNORE_INDEX, LogProbHead, Make
-from shardwise.run.derive import CHUNK_BYTES, chunk_rows
+from shardwise.model.logprobs import IGNORE_INDEX, LogProbHead, Make, loss_and_gradient
+from shardwise.run.derive import chunk_rows
 from shardwise.torch_private import foreach_mul_
 
-__all__ = ["IGNORE_INDEX", "ChunkedCrossEntropy", "LinearCrossEntropy"]
+__all__ = ["IGNORE_INDEX", "ChunkedCrossEntropy", "LinearCrossEntropy", "ScoreHead"]
 
 
 class LinearCrossEntropy(LogProbHead):
     """Logits and loss of all tokens at once."""
 
-    def forward(
-        self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None, make: Make | None = None
-    ) -> Tensor:
-        if make is not None:
-            return self.of_logprobs(x, matrix, targets, make)
+    def cross_entropy(self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         logits = at_least_float32(F.linear(x, matrix.to(x.dtype))).flatten(0, 1)
         if weights is None:
             return F.cross_entropy(logits, targets.flatten(), reduction="sum")
@@ -43,18 +39,15 @@ class LinearCrossEntropy(LogProbHead):
 class ChunkedCrossEntropy(LogProbHead):
     """Logits and loss of some tokens at a time; the forward pass computes the gradients on the way."""
 
-    def __init__(self, chunk_bytes: int = CHUNK_BYTES, gemm: Gemm | None = None) -> None:
-        super().__init__(gemm, chunk_bytes)
-
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The cross-entropy of each row; its gradient overwrites the logits."""
-        return cross_entropy_and_grad(logits, targets)
+        """The cross-entropy of each row [rows, vocabulary]; its gradient overwrites the logits."""
+        if logits.is_cuda and logits.dtype != torch.float64:
+            from shardwise.model.kernels.cross_entropy import cross_entropy_and_grad_fused
 
-    def forward(
-        self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None, make: Make | None = None
-    ) -> Tensor:
-        if make is not None:
-            return self.of_logprobs(x, matrix, targets, make)
+            return cross_entropy_and_grad_fused(logits, targets, IGNORE_INDEX)
+        return cross_entropy_and_grad_reference(logits, targets)
+
+    def cross_entropy(self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         tokens = x.flatten(0, 1)
         rows = chunk_rows(len(tokens), self.most_rows(matrix) * x.element_size(), self.chunk_bytes)
         weights = None if weights is None else weights.flatten()
@@ -108,15 +101,6 @@ class _Chunked(torch.autograd.Function):
         return dx.mul_(grads[0]), dw, None, None, None, None, None, None
 
 
-def cross_entropy_and_grad(logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross-entropy of each row [rows, vocabulary]; its gradient overwrites the logits."""
-    if logits.is_cuda and logits.dtype != torch.float64:
-        from shardwise.model.kernels.cross_entropy import cross_entropy_and_grad_fused
-
-        return cross_entropy_and_grad_fused(logits, targets, IGNORE_INDEX)
-    return cross_entropy_and_grad_reference(logits, targets)
-
-
 def cross_entropy_and_grad_reference(logits: Tensor, targets: Tensor) -> Tensor:
     """The same in plain PyTorch operators."""
     upcast = at_least_float32(logits)
@@ -128,3 +112,48 @@ def cross_entropy_and_grad_reference(logits: Tensor, targets: Tensor) -> Tensor:
     gradient.scatter_add_(-1, index, -torch.ones_like(index, dtype=gradient.dtype))
     logits.copy_(torch.where(counted[:, None], gradient, 0))
     return loss
+
+
+class ScoreHead(nn.Module):
+    """The head of a reward model: hidden states times a matrix of one row give a score for each token, from which an objective
+    computes its loss. As with log-probabilities, the forward pass computes the loss and its gradient with respect to the scores,
+    and only that gradient is kept besides the inputs. Every tensor-parallel rank holds it, and scores its own slice of the
+    sequence."""
+
+    def __init__(self, gemm: Gemm | None = None) -> None:
+        super().__init__()
+        self.gemm = gemm or Gemm()
+
+    def whole(self, scores: Tensor) -> Tensor:
+        """The scores of complete rows, from this rank's slice of them."""
+        return scores
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's slice of complete rows."""
+        return whole
+
+    def forward(
+        self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None, *, make: Make
+    ) -> Tensor:
+        """The loss that `make` computes from the scores, which have the shape of the targets."""
+        return _OfScores.apply(x, matrix, self, make, torch.is_grad_enabled())
+
+
+class _OfScores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, head: ScoreHead, make: Make, learns: bool) -> Tensor:
+        scores = at_least_float32(head.gemm.multiply(x.flatten(0, 1), weight.to(x.dtype).mT)).view(x.shape[:2])
+        scores = head.whole(scores)
+        if not learns:
+            return make(scores)
+        loss, grad = loss_and_gradient(make, scores)
+        ctx.save_for_backward(x, weight, head.part(grad).clone())
+        ctx.head = head
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x, weight, grad = ctx.saved_tensors
+        own = (grad * grads[0]).flatten()[:, None].to(x.dtype)
+        dx = ctx.head.gemm.multiply(own, weight.to(x.dtype)).view_as(x)
+        return dx, ctx.head.gemm.multiply(own.mT, x.flatten(0, 1)).to(weight.dtype), None, None, None

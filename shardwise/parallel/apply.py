@@ -18,11 +18,10 @@ from shardwise.model.gemm.tuned import tuned_scaled_mm, use_tuned_gemms
 from shardwise.model.initialize import draw
 from shardwise.model.invariant.network import check_invariant, make_invariant
 from shardwise.model.layers import Gemm, Linear
-from shardwise.model.loss import ChunkedCrossEntropy
+from shardwise.model.loss import ChunkedCrossEntropy, ScoreHead
 from shardwise.model.moe.layer import Experts
 from shardwise.model.quantized.fp8 import check_fp8, scaled_mm, use_fp8
 from shardwise.model.quantized.nf4 import Quantizer, quantize_experts_to_nf4, quantize_to_nf4
-from shardwise.model.score import ScoreHead
 from shardwise.model.transformer import Block, Transformer, make_stage
 from shardwise.model.varlen import has_flash
 from shardwise.parallel.activations.recompute import apply_recompute

@@ -25,10 +25,9 @@ from shardwise.model.adapters import LowRank
 from shardwise.model.alibi import alibi_of_rank
 from shardwise.model.attention import GroupedAttention, LatentAttention
 from shardwise.model.layers import FeedForward, Linear, at_least_float32
-from shardwise.model.logprobs import IGNORE_INDEX, LogProbHead, Make, local_places
-from shardwise.model.loss import ChunkedCrossEntropy
+from shardwise.model.logprobs import IGNORE_INDEX, LogProbHead, local_places
+from shardwise.model.loss import ChunkedCrossEntropy, ScoreHead
 from shardwise.model.moe.layer import MoE
-from shardwise.model.score import ScoreHead
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group, all_gather, all_gather_sequence, all_reduced, reduce_scatter_sequence
 from shardwise.parallel.mesh import Mesh
@@ -145,7 +144,7 @@ class _VocabParallelHead(LogProbHead):
 
     def __init__(self, head: LogProbHead, mesh: Mesh, vocab: int) -> None:
         """Replaces a head with the full vocabulary."""
-        LogProbHead.__init__(self, head.gemm, head.chunk_bytes)
+        LogProbHead.__init__(self, head.chunk_bytes, head.gemm)
         self.group = mesh.group("tensor")
         self.start, _ = shard_bounds(vocab, mesh.size("tensor"), mesh.index("tensor"))
         self.most = shard_bounds(vocab, mesh.size("tensor"), 0)[1]
@@ -173,12 +172,7 @@ class VocabParallelCrossEntropy(_VocabParallelHead):
     """The loss head of a vocabulary cut over ranks; the input is this rank's shard of the sequence, targets and weights are those
     of the full sequence."""
 
-    def forward(
-        self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None, make: Make | None = None
-    ) -> Tensor:
-        x = all_gather_sequence(x, self.group)
-        if make is not None:
-            return self.of_logprobs(x, matrix, targets, make)
+    def cross_entropy(self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         logits = at_least_float32(F.linear(x, matrix.to(x.dtype)))
         return _VocabParallelCrossEntropyFunction.apply(logits, targets, weights, self.start, self.group)
 
@@ -196,11 +190,6 @@ class ChunkedVocabParallelCrossEntropy(_VocabParallelHead, ChunkedCrossEntropy):
             gradient.scatter_add_(-1, place, -mine.to(gradient.dtype))
         logits.copy_(torch.where(counted[:, None], gradient, 0))
         return torch.where(counted, total - picked[:, 0], 0)
-
-    def forward(
-        self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None, make: Make | None = None
-    ) -> Tensor:
-        return super().forward(all_gather_sequence(x, self.group), matrix, targets, weights, make)
 
 
 class TensorScoreHead(ScoreHead):

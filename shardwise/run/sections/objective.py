@@ -122,7 +122,7 @@ class ObjectiveFacts:
     sums: int = 0
     """Numbers of each token that it adds up over documents (`parallel/objective.py`)."""
     scores: bool = False
-    """Its loss is made of scores (`model/score.py`), at the last token of each document."""
+    """Its loss is made of scores (`ScoreHead` of `model/loss.py`), at the last token of each document."""
     reference: int = 0
     """Forward passes in a step of a frozen second network, before the step's own."""
     teacher: bool = False
