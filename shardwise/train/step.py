@@ -72,9 +72,7 @@ class TrainState:
         self.loss_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.parallel = apply(run, self.mesh, self.device)
         self.observers = self.parallel.pipeline.observers
-        self.optimizer = Optimizer(
-            self.parallel.parameters, self.mesh, run.train, self.observers, run.model, run.memory, run.accumulation
-        )
+        self.optimizer = Optimizer(self.parallel.parameters, self.mesh, run, self.observers)
         if self.optimizer.host is not None:
             self.optimizer.host.watch(self.parallel.models)
         self.exchange: Exchange | None = None  # for replicas that compress their gradients

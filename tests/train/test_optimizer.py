@@ -56,7 +56,7 @@ def test_decay_spares_norms_and_biases(optimizer: str) -> None:
     before = {n: p.detach().clone() for n, p in train_state.model.named_parameters()}
     for p in train_state.model.parameters():
         p.grad = torch.zeros_like(p)
-    train_state.optimizer.step(run.train.steps // 100)
+    train_state.optimizer.step(run.train.steps // 100, torch.ones(()))
     for name, p in train_state.model.named_parameters():
         shrunk = not torch.equal(p, before[name])
         assert shrunk == (p.ndim > 1), name
@@ -102,7 +102,8 @@ def test_the_kernel_of_adamw_does_what_pytorchs_does(interpreter: Interpreter) -
 def test_onebit_adam_moves_no_element_further_than_adam_can() -> None:
     """A second moment near 0 at the end of the warm-up, as of a rare token: later rounding is divided by it."""
     weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    optimizer = OneBitAdamW([dict(params=[weight], weight_decay=0.0)], lr=0.1, betas=(0.9, 0.95), eps=1e-8, warmup=2)
+    defaults = dict(lr=0.1, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = OneBitAdamW([dict(params=[weight], weight_decay=0.0)], defaults, warmup=2)
     for gradient in ([1.0, 1e-12, 0.0], [1.0, 1e-12, 0.0], [1.0, 0.3, 0.3]):
         before = weight.detach().clone()
         weight.grad = torch.tensor(gradient, dtype=torch.float64)

@@ -86,7 +86,7 @@ def update_gbs(device: torch.device, numel: int, seconds: float, threads: int = 
     )
     master = master_of(held)
     groups = [dict(params=[master], weight_decay=0.1, rate=1.0, lr=1e-3)]
-    optimizer = HostAdamW(groups, 1e-3, (0.9, 0.95), 1e-8, {master: held}, 1, threads)
+    optimizer = HostAdamW(groups, dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8), {master: held}, 1, threads)
     optimizer.factor = torch.ones(())
     times: list[float] = []
     ends = time.perf_counter() + seconds

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from threading import local as thread_local
 from typing import Any
 
@@ -34,6 +35,8 @@ from shardwise.torch_private import adamw_, foreach_norm, is_fake, version
 
 SLICE = 1 << 20
 """Elements that a thread updates at a time: its temporaries stay in its cache."""
+SETTINGS = itemgetter("lr", "betas", "eps", "weight_decay")
+"""Of a parameter group, in the order in which the update takes them."""
 
 
 @dataclass
@@ -67,17 +70,14 @@ class HostAdamW(torch.optim.Optimizer):
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
+        defaults: dict[str, Any],
         local: Mapping[Tensor, LocalParameter],
         microbatches: int,
         threads: int,
         folder: str = "",
     ) -> None:
-        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
-        self.local = local
-        self.microbatches = microbatches
+        super().__init__(groups, defaults)
+        self.local, self.microbatches = local, microbatches
         if folder and not os.path.isdir(folder):
             raise UserError(Problem(f"there is no such folder: {folder}", "memory.folder"))
         self.files = tempfile.TemporaryDirectory(dir=folder, prefix="moments-") if folder else None
@@ -229,32 +229,16 @@ class HostAdamW(torch.optim.Optimizer):
             state["step"] += 1
             gradient = each.buffer if each.total is None else each.total
             assert gradient is not None
-            group = settings[id(each.master)]
             flat = [x.view(-1) for x in (each.master, gradient, state["exp_avg"], state["exp_avg_sq"], each.target)]
-            how = (
-                0.0 if self.dry else float(state["step"]),
-                group["lr"],
-                group["betas"],
-                group["eps"],
-                group["weight_decay"],
-            )
+            step, how = 0.0 if self.dry else float(state["step"]), SETTINGS(settings[id(each.master)])
             each.updates = [
-                self.threads.submit(self._update, [x[at : at + SLICE] for x in flat], factor, *how)
+                self.threads.submit(self._update, [x[at : at + SLICE] for x in flat], factor, step, how)
                 for at in range(0, each.master.numel(), SLICE)
             ]
             each.norm = None
 
     @torch.no_grad()
-    def _update(
-        self,
-        parts: list[Tensor],
-        factor: float,
-        step: float,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        decay: float,
-    ) -> None:
+    def _update(self, parts: list[Tensor], factor: float, step: float, how: tuple[Any, ...]) -> None:
         """Update one slice: multiply its gradient by the factor, apply AdamW, and send it to the device."""
         master, gradient, first, second, target = parts
         mine = self.scratch
@@ -263,7 +247,7 @@ class HostAdamW(torch.optim.Optimizer):
         scaled = mine.gradient if mine.gradient.dtype == master.dtype else torch.empty(SLICE, dtype=master.dtype)
         scaled = scaled[: master.numel()].copy_(gradient).mul_(factor)
         # The optimizer has already incremented the step.
-        adamw_(master, scaled, first, second, torch.tensor(step), lr, betas, eps, decay)
+        adamw_(master, scaled, first, second, torch.tensor(step), *how)
         if self.to_device is None:
             target.copy_(master)
             return

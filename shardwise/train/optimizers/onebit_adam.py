@@ -9,6 +9,7 @@ the number of warm-up steps.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,10 +17,8 @@ import torch
 class OneBitAdamW(torch.optim.AdamW):
     """AdamW that freezes its second moment after `warmup` steps."""
 
-    def __init__(
-        self, groups: list[dict[str, object]], lr: float, betas: tuple[float, float], eps: float, warmup: int
-    ) -> None:
-        super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    def __init__(self, groups: list[dict[str, object]], defaults: dict[str, Any], warmup: int) -> None:
+        super().__init__(groups, **defaults, fused=True)
         self.warmup = warmup
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ and moments, which also multiplies the gradients by their factor; elsewhere the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +22,9 @@ from shardwise.parallel.local_parameter import LocalParameter, gather_matrix, lo
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
 from shardwise.parallel.shard import uses_ddp
-from shardwise.run import MemoryConfig, ModelConfig, TrainConfig
+from shardwise.run import Run, TrainConfig
 from shardwise.run.derive import NEWTON_SCHULZ, NEWTON_SCHULZ_ITERATIONS
 from shardwise.run.parametrization import rate_factor
-from shardwise.run.sections.memory import ALL_ON_DEVICE
 from shardwise.train.optimizers.host_adamw import HostAdamW, master_of
 from shardwise.train.optimizers.onebit_adam import OneBitAdamW
 from shardwise.train.optimizers.schedule import learning_rate_factor
@@ -49,16 +49,11 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised, with decoupled weight decay; for matrices, stacks of them, and shards of either."""
 
     def __init__(
-        self,
-        groups: list[dict[str, object]],
-        parameters: Sequence[tuple[Tensor, LocalParameter]],
-        mesh: Mesh,
-        train: TrainConfig,
+        self, groups: list[dict[str, object]], own: dict[Tensor, LocalParameter], mesh: Mesh, train: TrainConfig
     ) -> None:
         settings = dict(lr=train.muon_lr, momentum=train.muon_momentum, weight_decay=train.weight_decay)
         super().__init__(groups, settings)
-        self.local = dict(parameters)
-        self.mesh = mesh
+        self.local, self.mesh = own, mesh
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -81,65 +76,46 @@ class Muon(torch.optim.Optimizer):
 class Optimizer:
     """The optimizers of a run as one: step, learning rate by step, and state by parameter name."""
 
-    def __init__(
-        self,
-        parameters: Sequence[LocalParameter],
-        mesh: Mesh,
-        train: TrainConfig,
-        observers: Observers | None = None,
-        model: ModelConfig | None = None,
-        memory: MemoryConfig = ALL_ON_DEVICE,
-        microbatches: int = 1,
-    ) -> None:
-        self.train = train
-        self.mesh = mesh
-        self.observers = observers or Observers()
+    def __init__(self, parameters: Sequence[LocalParameter], mesh: Mesh, run: Run, observers: Observers) -> None:
+        self.train, self.mesh, self.observers = run.train, mesh, observers
         self.parameters = list(parameters)
+        train, memory, hosted = run.train, run.memory, run.memory.hosts_optimizer
         # The local shards as plain tensors that share the parameters' memory.
-        hosted = memory.hosts_optimizer
         self.shards = [master_of(h) if hosted else local(h.parameter.detach()) for h in self.parameters]
         pairs = [(p, h) for p, h in zip(self.shards, self.parameters, strict=True) if not h.entry.frozen]
         muon = [(p, h) for p, h in pairs if train.optimizer == "muon" and h.entry.is_layer_matrix]
         rest = [(p, h) for p, h in pairs if train.optimizer != "muon" or not h.entry.is_layer_matrix]
         self.parts: list[torch.optim.Optimizer] = []
         if rest:
-            groups = _groups(rest, train, model)
-            betas = (train.beta1, train.beta2)
+            groups = _groups(rest, run)
+            defaults: dict[str, Any] = dict(lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps)
             if hosted:
+                folder = memory.folder if memory.on_disk else ""
                 self.parts.append(
-                    HostAdamW(
-                        groups,
-                        train.lr,
-                        betas,
-                        train.eps,
-                        dict(rest),
-                        microbatches,
-                        memory.host_threads,
-                        memory.folder if memory.on_disk else "",
-                    )
+                    HostAdamW(groups, defaults, dict(rest), run.accumulation, memory.host_threads, folder)
                 )
             elif mesh.layout.compress == "onebit":
-                self.parts.append(OneBitAdamW(groups, train.lr, betas, train.eps, mesh.layout.compress_warmup))
+                self.parts.append(OneBitAdamW(groups, defaults, mesh.layout.compress_warmup))
             elif fits_fused_adamw([p for p, _ in rest]):
-                self.parts.append(FusedAdamW(groups, train.lr, betas, train.eps, dict(rest)))
+                self.parts.append(FusedAdamW(groups, defaults, dict(rest)))
             else:
-                self.parts.append(torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True))
+                self.parts.append(torch.optim.AdamW(groups, **defaults, fused=True))
         if muon:
-            self.parts.append(Muon(_groups(muon, train, model), muon, mesh, train))
+            self.parts.append(Muon(_groups(muon, run), dict(muon), mesh, train))
         self.in_one_pass = {p for part in self.parts if isinstance(part, FusedAdamW | HostAdamW) for p in part.local}
         self.host = next((part for part in self.parts if isinstance(part, HostAdamW)), None)
         self.peaks = [part.defaults["lr"] for part in self.parts]
         # A gradient made while DistributedDataParallel does not reduce would be a second tensor beside its bucket. A zero that is
         # added to may change its sign, which a step that is computed twice would take for corruption.
-        self.keeps_buckets = uses_ddp(mesh) and microbatches > 1 and not train.recheck_every
+        self.keeps_buckets = uses_ddp(mesh) and run.accumulation > 1 and not train.recheck_every
 
     def learning_rate(self, step: int) -> float:
         """AdamW's learning rate in a step, which the metrics show."""
         return self.train.lr * learning_rate_factor(self.train, step)
 
     @torch.no_grad()
-    def step(self, step: int, factor: Tensor | None = None) -> None:
-        """Update the parameters from their gradients, times `factor` if there is one; `step` counts from 1."""
+    def step(self, step: int, factor: Tensor) -> None:
+        """Update the parameters from their gradients, times `factor`; `step` counts from 1."""
         share = learning_rate_factor(self.train, step)
         for p, h in zip(self.shards, self.parameters, strict=True):
             if p not in self.in_one_pass and not h.entry.frozen:
@@ -148,10 +124,10 @@ class Optimizer:
             for group in part.param_groups:
                 group["lr"] = peak * share * group["rate"]
             if isinstance(part, FusedAdamW):
-                part.factor = torch.ones((), device=self.shards[0].device) if factor is None else factor.float()
+                part.factor = factor.float()
             elif isinstance(part, HostAdamW):
-                part.factor = torch.ones(()) if factor is None else factor.to(self.shards[0].dtype)
-            elif factor is not None:
+                part.factor = factor.to(self.shards[0].dtype)
+            else:
                 with self.observers.phase("clip"):
                     scale_gradients([p.grad for group in part.param_groups for p in group["params"]], factor)
             part.step()
@@ -206,9 +182,7 @@ class Optimizer:
                 }
 
 
-def _groups(
-    pairs: Sequence[tuple[Tensor, LocalParameter]], train: TrainConfig, model: ModelConfig | None
-) -> list[dict[str, object]]:
+def _groups(pairs: Sequence[tuple[Tensor, LocalParameter]], run: Run) -> list[dict[str, object]]:
     """Parameter groups: parameters with the same weight decay and the same learning-rate factor, in order of first appearance.
     Matrices come before vectors, which are not decayed."""
     found: dict[tuple[bool, float], list[Tensor]] = {}
@@ -217,10 +191,9 @@ def _groups(
         return len(h.whole) > 1 and h.entry.init != "magnitude"  # magnitudes of stacked experts are vectors, stacked
 
     for p, h in sorted(pairs, key=lambda pair: not decays(pair[1])):
-        rate = rate_factor(h.entry, model, train) if model is not None else 1.0
-        found.setdefault((decays(h), rate), []).append(p)
+        found.setdefault((decays(h), rate_factor(h.entry, run.model, run.train)), []).append(p)
     return [
-        dict(params=shards, weight_decay=train.weight_decay / rate if decay else 0.0, rate=rate)
+        dict(params=shards, weight_decay=run.train.weight_decay / rate if decay else 0.0, rate=rate)
         for (decay, rate), shards in found.items()
     ]
 
@@ -236,14 +209,9 @@ class FusedAdamW(torch.optim.Optimizer):
     factor: Tensor
 
     def __init__(
-        self,
-        groups: list[dict[str, object]],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        local: Mapping[Tensor, LocalParameter],
+        self, groups: list[dict[str, object]], defaults: dict[str, Any], local: Mapping[Tensor, LocalParameter]
     ) -> None:
-        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+        super().__init__(groups, defaults)
         self.local = local
 
     @torch.no_grad()
