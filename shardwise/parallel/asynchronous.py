@@ -24,27 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
-from shardwise.parallel.p2p import irecv
 from shardwise.parallel.pipeline import P2PChannel, Pipeline
 from shardwise.parallel.shard import sharded_modules
-from shardwise.schedules import Action, Message, Schedule, version_of, versions_kept
+from shardwise.schedules import Action, version_of, versions_kept
 from shardwise.torch_private import local_shard, sharded_parameters
-
-
-class Stream(P2PChannel):
-    """This rank's P2P channel to its neighbours over all steps: activations from one, gradients from the other, in order."""
-
-    def __init__(self, schedule: Schedule, mesh: Mesh, like: Tensor) -> None:
-        super().__init__(schedule, mesh, like)
-        self.expected = {}
-
-    def post(self, message: Message, sender: int) -> None:
-        if message not in self.arriving:
-            buffer = torch.empty_like(self.like)
-            work = irecv(buffer, self.ranks[sender], group=self._group(sender, self.me))
-            self.arriving[message] = (buffer, work)
 
 
 class Versions:
@@ -63,23 +47,15 @@ class Versions:
 
     def advance(self, oldest: int) -> None:
         """Keep the latest version if versions from `oldest` on are needed; the update that follows then gets its own memory."""
-        self.forget(oldest)
+        self.before = {number: kept for number, kept in self.before.items() if number >= oldest}
         if self.latest >= oldest:
             self.before[self.latest] = self.now()
             self._point([_copied(values) for values in self.before[self.latest]])
         self.latest += 1
 
-    def forget(self, oldest: int) -> None:
-        """Drop the versions before `oldest`."""
-        self.before = {number: kept for number, kept in self.before.items() if number >= oldest}
-
     def now(self) -> list[Tensor]:
         """The network's current weights: this rank's shards."""
         return [local_shard(p).data for p in self.parameters]
-
-    def copied(self) -> list[Tensor]:
-        """Copies of the current weights."""
-        return [_copied(values) for values in self.now()]
 
     def _use(self, weights: list[Tensor]) -> None:
         for parameter, values in zip(self.parameters, weights, strict=True):
@@ -106,9 +82,10 @@ class Versions:
         finally:
             self._use(now)
 
-    def restart(self, latest: int, before: dict[int, list[Tensor]]) -> None:
-        """Continue after `latest` updates, with these earlier versions."""
-        self.latest, self.before = latest, before
+    def restart(self, latest: int, oldest: int) -> None:
+        """Continue after `latest` updates. Copies of the current weights stand in for earlier versions, from `oldest` on."""
+        self.latest = latest
+        self.before = {number: [_copied(values) for values in self.now()] for number in range(oldest, latest)}
 
 
 def _copied(shard: Tensor) -> Tensor:
@@ -136,7 +113,7 @@ class AsynchronousPipeline(Pipeline):
         self.flying: deque[int] = deque()  # microbatches between forward and backward pass, counted over all steps
         self.number = 0  # of the next microbatch that goes forward
         self.microbatches: Any = {}
-        self.stream: Stream | None = None
+        self.stream: P2PChannel | None = None  # activations come from one neighbour, gradients from the other, in order
 
     def version(self, number: int) -> int:
         """The version that a microbatch uses on this rank."""
@@ -159,13 +136,11 @@ class AsynchronousPipeline(Pipeline):
             self.drain()
             return super().run(microbatches, like, objective, factor)
         if self.stream is None:
-            self.stream = Stream(self.schedule, self.mesh, like)
+            self.stream = P2PChannel(self.mesh, like, None)
         if not self.flying:
             self.microbatches = {}
         self.channel, self.local, self.handover = self.stream, {}, None
-        self.loss = torch.zeros(
-            (), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device
-        )
+        self.loss = torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
         self.objective, self.factor = objective, factor
         self.executed, self.times = [], []
         for microbatch in microbatches:

@@ -210,24 +210,16 @@ class Blockwise(torch.autograd.Function):
         delta = row_sums(grad, out)
         dq, dk, dv = (zeros_for_sums(x) for x in (queries, keys, values))
         for rows, columns, mask in parts():
-            add_block_gradients(
-                (dq[:, :, rows], dk[:, :, columns], dv[:, :, columns]),
-                attend_backward(
-                    grad[:, :, rows], out[:, :, rows], delta[:, :, rows], queries[:, :, rows], keys[:, :, columns],
-                    values[:, :, columns], lse[:, :, rows], scale, mask,
-                ),
+            gq, gk, gv = attend_backward(
+                grad[:, :, rows], out[:, :, rows], delta[:, :, rows], queries[:, :, rows], keys[:, :, columns],
+                values[:, :, columns], lse[:, :, rows], scale, mask,
             )  # fmt: skip
+            dq[:, :, rows] += gq
+            dk[:, :, columns] += gk
+            dv[:, :, columns] += gv
         return *(x.to(q.dtype).transpose(1, 2) for x in (dq, dk, dv)), None, None, None
 
 
 def zeros_for_sums(x: Tensor) -> Tensor:
     """Zeros of the same shape, in a dtype to accumulate in."""
-    return torch.zeros(
-        x.shape, dtype=torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype, device=x.device
-    )
-
-
-def add_block_gradients(sums: tuple[Tensor, ...], block: tuple[Tensor, ...]) -> None:
-    """Add the gradients of a block to those of the full tensors."""
-    for total, one in zip(sums, block, strict=True):
-        total += one
+    return torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)

@@ -101,16 +101,14 @@ def split_backward(model: nn.Module) -> DeferredGradients:
 class P2PChannel:
     """P2P messages between this rank and the other ranks of its pipeline during one step."""
 
-    def __init__(self, schedule: Schedule, mesh: Mesh, like: Tensor) -> None:
+    def __init__(self, mesh: Mesh, like: Tensor, schedule: Schedule | None) -> None:
+        """Without a `schedule`, over all steps: then messages are asked for in the order in which they are sent."""
         self.ranks = mesh.pipeline_ranks()
         self.me = mesh.index("pipeline")
         self.like = like
         self.groups = (mesh.group("pipeline"), mesh.group("pipeline_back"))
-        self.expected = {
-            sender: deque(messages)
-            for (sender, receiver), messages in transfers(schedule).items()
-            if receiver == self.me
-        }
+        sent = transfers(schedule) if schedule is not None else {}
+        self.expected = {sender: deque(them) for (sender, receiver), them in sent.items() if receiver == self.me}
         self.arriving: dict[Message, tuple[Tensor, Any]] = {}
         self.sending: list[tuple[Tensor, Any]] = []
 
@@ -130,7 +128,7 @@ class P2PChannel:
     def post(self, message: Message, sender: int) -> None:
         """Start receiving a message, and those that were sent before it, in the order they were sent."""
         while message not in self.arriving:
-            following = self.expected[sender].popleft()
+            following = self.expected[sender].popleft() if self.expected else message
             buffer = torch.empty_like(self.like)
             work = irecv(buffer, self.ranks[sender], group=self._group(sender, self.me))
             self.arriving[following] = (buffer, work)
@@ -211,16 +209,14 @@ class Pipeline:
         `like` has the shape and dtype of the residual stream of a microbatch. Backward passes are those of the objective's loss
         times `factor`; None runs only the forward passes.
         """
-        self.loss = torch.zeros(
-            (), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device
-        )
+        self.loss = torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
         self.microbatches, self.objective, self.factor = microbatches, objective, factor
         if len(microbatches) != self.schedule.microbatches:
             ranks, stages = len(self.schedule.ranks), self.schedule.stages
             self._set_schedule(cached_schedule(self.schedule.name, ranks, len(microbatches), stages // ranks))
         self.scales.update()
         schedule = self.schedule if factor is not None else self.forward_only
-        self.channel = P2PChannel(schedule, self.mesh, like)
+        self.channel = P2PChannel(self.mesh, like, schedule)
         self.local: dict[Message, Tensor] = {}
         hands = schedule.partners and factor is not None
         known = self.handed_sizes, self.planned, like.device, self.routed

@@ -83,8 +83,7 @@ class Updates:
         """Resume at the train state's step. Earlier weight versions are not available, so the current weights stand in for them."""
         step = self.state.step
         self.pipeline.restart(step)
-        oldest = self.pipeline.version(step * self.pipeline.schedule.microbatches)
-        self.versions.restart(step, {n: self.versions.copied() for n in range(oldest, step)})
+        self.versions.restart(step, self.pipeline.version(step * self.pipeline.schedule.microbatches))
 
 
 def train_step(state: TrainState, batch: Batch, stop: bool) -> StepResult:
