@@ -84,7 +84,7 @@ def test_a_pipeline_keeps_as_many_as_are_in_flight() -> None:
 def test_what_is_hidden_costs_nothing_and_what_is_not_is_weighed() -> None:
     tensors = {"up": Tensor(100.0, 4.0, ()), "gate": Tensor(50.0, 1.0, ()), "inner": Tensor(10.0, 0.1, ())}
     hidden = Window(to_host=50.0, to_device=100.0, forward=2.0, backward=4.0)  # 100 bytes leave unseen
-    found = {choice.spared: choice for choice in choices(tensors, frozenset(tensors), hidden)}
+    found = {choice.spared: choice for choice in choices(tensors, hidden)}
     assert found[100.0].seconds == 0.0
     assert found[100.0].dropped == {"host up"}
     assert found[110.0].dropped == {"host up", "inner"}

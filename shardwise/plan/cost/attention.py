@@ -27,13 +27,12 @@ def attention_core(ops: OpList, heads: Number, kv_heads: Number, head_dim: int, 
     if framework.attention == "unfused":
         full = 2.0 * batch * heads * queries * length
         for name, columns, inner in (("scores", length, head_dim), ("values", v_dim, length)):
-            one = gemm_seconds(chip, queries, columns, inner, job.dtype, count=batch * heads)
-            two = gemm_seconds(chip, queries, inner, columns, job.dtype, count=batch * heads)
-            three = gemm_seconds(chip, inner, columns, queries, job.dtype, count=batch * heads)
-            kept = alignment(head_dim if name == "scores" else v_dim)
-            one, two, three = one / kept, two / kept, three / kept
-            flops = full * (head_dim if name == "scores" else v_dim)
-            saved = inputs if name == "scores" else 0.0
+            width, saved = (head_dim, inputs) if name == "scores" else (v_dim, 0.0)
+            sizes = (queries, columns, inner), (queries, inner, columns), (inner, columns, queries)
+            one, two, three = (
+                gemm_seconds(chip, *mnk, job.dtype, count=batch * heads) / alignment(width) for mnk in sizes
+            )
+            flops = full * width
             seconds, by_pass = (one, two + three, 0.0), (flops, 2 * flops, 0.0)
             ops.append(
                 Op(name, "attention", "attention", seconds, by_pass, saved=saved, saved_inputs=saved,
@@ -51,9 +50,8 @@ def attention_core(ops: OpList, heads: Number, kv_heads: Number, head_dim: int, 
     alone = np.asarray(job.layout.context) == 1
     keys = np.where(alone, 2.0 * seen, seen + np.minimum(queries, 2.0 * seen) / 2)
     shape = dict(batch=batch, heads=heads, queries=queries, keys=keys, head_dim=head_dim, v_dim=v_dim)
-    shape |= dict(causal=True, dtype=job.dtype, kv_heads=kv_heads)
-    shape |= dict(kernel=framework.attention)
-    forward, backward = (attention_seconds(job.cluster.chip, **shape, direction=way) for way in ("forward", "backward"))
+    shape |= dict(causal=True, dtype=job.dtype, kv_heads=kv_heads, kernel=framework.attention)
+    forward, backward = (attention_seconds(chip, **shape, direction=way) for way in ("forward", "backward"))
     if framework.family == "shardwise" and chip.name != "cpu" and job.layout.context_method != "ulysses":
         forward = forward / np.where(alone | (chip.generation == "ampere"), 1.0, BLOCKS)
         _merge_blocks(ops, batch * queries, heads * v_dim, heads * head_dim, kv_heads * (head_dim + v_dim))
@@ -75,8 +73,7 @@ def _merge_blocks(ops: OpList, rows: Number, out: Number, queries: Number, keys:
     some = 1.0 * (c > 1)
     sizes = (rows * each * some for each in moved)
     # Some 10 bare kernels a merge and 6 a sum, each a quarter of a launch under autograd and modules.
-    often: list[Number] = [each * some / ops.kernels_each for each in (2.5 * merged, 1.5 * added)]
-    launches = (often[0], often[1])
+    launches = 2.5 * merged * some / ops.kernels_each, 1.5 * added * some / ops.kernels_each
     ops.elementwise("blocks merged", "attention", *sizes, launches=launches, longer=(SLICES, SLICES), core=True)
 
 

@@ -7,12 +7,13 @@ four different things in the literature. Pipeline stages are balanced by them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
 from shardwise.run import AdapterConfig, LayoutConfig, ModelConfig, Run
-from shardwise.run.parameters import first_parameters, last_parameters, layer_parameters
+from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters
 from shardwise.run.sections.adapter import NO_ADAPTER
 from shardwise.schedules import split_layers
 
@@ -50,9 +51,7 @@ def learned_share(model: ModelConfig, adapter: AdapterConfig) -> float:
     """Trained parameters, as a share of the network's own parameters."""
     if not adapter.used:
         return 1.0
-    dense = model.layers - model.moe_layers
-    kinds = ((dense, False), (model.moe_layers, True))
-    tables = [(count, layer_parameters(model, moe, adapter)) for count, moe in kinds if count]
+    tables = [(count, layer_parameters(model, moe, adapter)) for moe, count in layer_kinds(model)]
     learned = sum(count * entry.numel for count, table in tables for entry in table if not entry.frozen)
     return learned / parameters(model).total
 
@@ -62,22 +61,30 @@ def frozen_width(model: ModelConfig, adapter: AdapterConfig, width: float) -> fl
     """Mean bytes of a frozen parameter, where one that is not kept in 4 bits has `width`; 0 where all are trained."""
     if not adapter.used:
         return 0.0
-    tables = [layer_parameters(model, model.is_moe(layer), adapter) for layer in range(model.layers)]
-    tables += [first_parameters(model, adapter), last_parameters(model, adapter)]
-    frozen = [entry for table in tables for entry in table if entry.frozen]
+    frozen = [(count, entry) for count, entry in counted_parameters(model, adapter) if entry.frozen]
     widths = {"": width, "uint8": 1.0, "int32": 4.0}
-    return sum(entry.numel * widths[entry.dtype] for entry in frozen) / parameters(model).total
+    return sum(count * entry.numel * widths[entry.dtype] for count, entry in frozen) / parameters(model).total
+
+
+def layer_kinds(model: ModelConfig) -> list[tuple[bool, int]]:
+    """Whether there are MoE layers, and dense ones, each with their number."""
+    kinds = ((False, model.layers - model.moe_layers), (True, model.moe_layers))
+    return [(moe, count) for moe, count in kinds if count]
+
+
+def counted_parameters(model: ModelConfig, adapter: AdapterConfig = NO_ADAPTER) -> Iterator[tuple[int, Parameter]]:
+    """Every entry of the table of parameters; those of the layers with how many layers have them."""
+    for moe, count in layer_kinds(model):
+        yield from ((count, entry) for entry in layer_parameters(model, moe, adapter))
+    yield from ((1, entry) for entry in (*first_parameters(model, adapter), *last_parameters(model, adapter)))
 
 
 @cache
 def parameters(model: ModelConfig) -> Parameters:
     """Parameters of the whole model, exact."""
     numel: Counter[str] = Counter()
-    dense = model.layers - model.moe_layers
-    kinds = ((dense, layer_parameters(model, False)), (model.moe_layers, layer_parameters(model, True)))
-    for count, entries in (*kinds, (1, first_parameters(model)), (1, last_parameters(model))):
-        for entry in entries:
-            numel[entry.owner] += count * entry.numel
+    for count, entry in counted_parameters(model):
+        numel[entry.owner] += count * entry.numel
     return Parameters(
         embedding=numel["embedding"],
         attention=numel["attention"],
@@ -117,9 +124,8 @@ def layer_multiply_adds(model: ModelConfig, moe: bool, seq_len: int) -> float:
 def forward_flops(model: ModelConfig, seq_len: int) -> float:
     """FLOPs of one token's forward pass, a multiply-add as two."""
     total = float(model.head_rows * model.hidden)
-    for moe, count in ((False, model.layers - model.moe_layers), (True, model.moe_layers)):
-        if count:
-            total += count * layer_multiply_adds(model, moe, seq_len)
+    for moe, count in layer_kinds(model):
+        total += count * layer_multiply_adds(model, moe, seq_len)
     return 2.0 * total
 
 

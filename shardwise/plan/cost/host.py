@@ -3,13 +3,13 @@ precision (`train/optimizers/host_adamw.py`). This is allowed only where one ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
+from shardwise.plan.cost.flops import counted_parameters
 from shardwise.plan.cost.job import Job
 from shardwise.run import ModelConfig
-from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters
+from shardwise.run.parameters import Parameter
 
 IN_FLIGHT = 1 << 30
 """Bytes of gradients that may wait on the device for their transfer to the host; a higher limit would take more device memory."""
@@ -42,19 +42,12 @@ def device_width(entry: Parameter, width: int) -> int:
     return width if entry.is_linear else max(4, width)
 
 
-def _entries(model: ModelConfig) -> Iterator[tuple[int, Parameter]]:
-    for moe, layers in ((False, model.layers - model.moe_layers), (True, model.moe_layers)):
-        if layers:
-            yield from ((layers, entry) for entry in layer_parameters(model, moe))
-    yield from ((1, entry) for entry in (*first_parameters(model), *last_parameters(model)))
-
-
 @cache
 def host_bytes(model: ModelConfig, width: int, *, several: bool) -> HostBytes:
     """Bytes that the host holds and moves for one rank; `width`: of the compute dtype; `several` microbatches are accumulated."""
     held = moments = device = updated = added = largest = 0
     high = max(4, width)
-    for count, entry in _entries(model):
+    for count, entry in counted_parameters(model):
         numel, own = count * entry.numel, device_width(entry, width)
         held += numel * (3 * high + own + several * high) + count * STEP_COUNT
         moments += numel * 2 * high

@@ -27,8 +27,7 @@ def states(job: Job, held: LocalNumel) -> dict[str, Number]:
     """Bytes of parameters, gradients and optimizer state of a rank that holds these parameters before ZeRO shards them."""
     framework, stage, between = job.framework, job.layout.zero, not job.layout.gathers_each_pass
     zero, expert_zero = zero_groups(job)
-    whole = held.dense + held.experts
-    sharded = held.dense / zero + held.experts / expert_zero
+    whole, sharded = held.total, held.dense / zero + held.experts / expert_zero
     if job.layout.offload:  # they are in the host's memory
         gathered = whole * framework.gather_bytes * between
         return {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": gathered}
@@ -61,14 +60,15 @@ def gathered_layers(job: Job) -> Number:
 
 def gathered_layer(job: Job) -> Number:
     """Bytes of one of them. The buffer of the last all-gather stays, also where no layer is at work."""
-    held = layer_parameters(job, routed=bool(job.model.experts))
-    return (held.dense + held.experts) * job.framework.gather_bytes * (job.zero_ranks > 1)
+    return (
+        layer_parameters(job, routed=bool(job.model.experts)).total * job.framework.gather_bytes * (job.zero_ranks > 1)
+    )
 
 
 def reduced_layer(job: Job) -> Number:
     """ZeRO-2 and 3: bytes of the unsharded gradient of the layer that is ending, as it is reduced."""
-    held = layer_parameters(job, routed=bool(job.model.experts))
-    return (held.dense + held.experts) * job.framework.reduce_bytes * job.learned * (job.zero_ranks > 1)
+    numel = layer_parameters(job, routed=bool(job.model.experts)).total
+    return numel * job.framework.reduce_bytes * job.learned * (job.zero_ranks > 1)
 
 
 def buffers(job: Job) -> Number:
@@ -90,8 +90,9 @@ def loss_bytes(job: Job) -> Number:
     return np.where(chunked_loss(job), chunk, whole)
 
 
-def workspace(job: Job, moving: Number) -> Number:
-    """Bytes of the device context, and those that the allocator wastes, as a share of the bytes that come and go."""
+def workspace(job: Job, owners: dict[str, float]) -> float:
+    """Bytes of the device context, and those that the allocator wastes, as a share of the bytes that come and go within a step."""
+    moving = owners["activations"] + owners["logits"] + owners["gathered"] + owners["buffers"]
     return job.framework.context_gib * GIB + job.framework.fragmentation * moving
 
 
@@ -129,14 +130,9 @@ def memory(job: Job) -> Memory:
         if lay.gathers_each_pass:
             owners["gathered"] += float(gathered_layers(job))
         owners["buffers"] = float(buffers(job))
-        owners["workspace"] = workspace(job, moving(owners))
+        owners["workspace"] = workspace(job, owners)
         ranks.append(owners)
     return Memory(tuple(ranks), float(job.cluster.chip.memory) * (1.0 - job.headroom))
-
-
-def moving(owners: dict[str, float]) -> float:
-    """Bytes of a rank that come and go within a step."""
-    return owners["activations"] + owners["logits"] + owners["gathered"] + owners["buffers"]
 
 
 def layer_activations(job: Job, *, routed: bool) -> tuple[Number, Number]:

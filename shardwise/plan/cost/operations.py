@@ -22,6 +22,7 @@ from shardwise.hardware import Collective
 from shardwise.plan.cost.attention import attention_core, context_traffic
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import ByPass, Op, OpList, regroups_tensor, span
+from shardwise.plan.cost.parameters import at_least_one
 from shardwise.run.saved_tensors import GROUP, quantized_bytes, quantized_tensors
 
 TILE = 128.0
@@ -104,7 +105,7 @@ def _attention(ops: OpList) -> None:
         ops.gemm("kv_up", "attention", rows, heads * (m.nope_dim + v_dim), m.kv_rank)
     else:
         heads, head_dim, v_dim = m.heads / t, m.head_dim, m.head_dim
-        kv_heads = _at_least_one(m.kv_heads / t)
+        kv_heads = at_least_one(m.kv_heads / t)  # where there are fewer heads than ranks, heads are replicated
         each = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         ops.gemm("qkv", "attention", rows, (heads + 2 * kv_heads) * head_dim, m.hidden, saved=saved, parts=each)
     numel = rows * (heads + kv_heads) * head_dim
@@ -123,11 +124,6 @@ def _attention(ops: OpList) -> None:
     ops.gemm("out", "attention", rows, m.hidden, heads * v_dim)
     _scatter_sequence(ops, "attention")
     _residual(ops, "attention")
-
-
-def _at_least_one(heads: Number) -> Number:
-    """Key/value heads of a rank: where there are fewer heads than ranks, heads are replicated."""
-    return heads if isinstance(heads, float | int) and heads >= 1 else (heads < 1) * (1 - heads) + heads
 
 
 def _activation(ops: OpList, part: str, numel: Number) -> None:

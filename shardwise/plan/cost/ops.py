@@ -84,41 +84,40 @@ class OpList(list[Op]):
     ) -> None:  # fmt: skip
         """A GEMM with a weight of inner x columns; a `high_precision` one never runs in fp8. `parts` are the columns of each of
         its matrices, where these differ."""
-        chip, job = self.job.cluster.chip, self.job
+        job, shape = self.job, (rows, columns, inner)
         fp8 = job.fp8 and not high_precision
         dtype = "fp8" if fp8 else job.dtype
         # Vocabularies are padded, and a CPU has no tiles.
-        kept = 1.0 if high_precision or chip.name == "cpu" else alignment(columns, inner)
+        kept = 1.0 if high_precision or job.cluster.chip.name == "cpu" else alignment(columns, inner)
         kept = kept * self._scaled(fp8)
-        seconds = (
-            gemm_seconds(chip, rows, columns, inner, dtype) / kept,
-            gemm_seconds(chip, rows, inner, columns, dtype) / kept,
-            gemm_seconds(chip, inner, columns, rows, dtype if job.fp8_gradients else job.dtype) / kept,
-        )
+        one, two, three = self._products(shape, dtype, dtype if job.fp8_gradients else job.dtype)
         if saved is None:
             saved = rows * inner * (1.0 if fp8 and job.fp8_gradients else job.width)
-        saved = self._low_rank(name, part, (rows, columns, inner), saved, parts=parts)
-        self._gemm(name, part, seconds, (rows, columns, inner), 1, saved, fp8=fp8, early_stop=early_stop)
+        saved = self._low_rank(name, part, shape, saved, parts=parts)
+        self._gemm(name, part, (one / kept, two / kept, three / kept), shape, 1, saved, fp8=fp8, early_stop=early_stop)
 
     def grouped_gemm(
         self, name: str, rows: Number, columns: Number, inner: Number, experts: Number, uneven: Number = 1.0
     ) -> None:
         """The same GEMM for each of a rank's experts, with the rows spread evenly over them; `uneven` is the factor by which uneven
         rows make the forward and the input-gradient GEMMs longer."""
-        chip, job = self.job.cluster.chip, self.job
+        job, shape = self.job, (rows, columns, inner)
         fp8 = job.fp8 and job.framework.family != "shardwise"  # this trainer leaves experts in 16 bits
-        dtype = "fp8" if fp8 else job.dtype
-        seconds = (
-            uneven * grouped_gemm_seconds(chip, rows, columns, inner, experts, dtype),
-            uneven * grouped_gemm_seconds(chip, rows, inner, columns, experts, dtype),
-            gemm_seconds(chip, inner, columns, rows / experts, dtype, count=experts),
-        )
-        forward, to_input, to_weight = seconds
-        kept = self._scaled(fp8)
-        seconds = forward / kept, to_input / kept, to_weight / kept
-        saved = rows * inner * (1.0 if fp8 else job.width)
-        saved = self._low_rank(name, "experts", (rows, columns, inner), saved, experts)
-        self._gemm(name, "experts", seconds, (rows, columns, inner), experts, saved, fp8=fp8)
+        dtype, kept = "fp8" if fp8 else job.dtype, self._scaled(fp8)
+        forward, to_input, to_weight = self._products(shape, dtype, dtype, experts)
+        seconds = uneven * forward / kept, uneven * to_input / kept, to_weight / kept
+        saved = self._low_rank(name, "experts", shape, rows * inner * (1.0 if fp8 else job.width), experts)
+        self._gemm(name, "experts", seconds, shape, experts, saved, fp8=fp8)
+
+    def _products(self, shape: ByPass, dtype: str, of_weight: str, experts: Number = None) -> ByPass:
+        """Seconds of a GEMM of these rows, columns and inner dimension, and of those for the gradients of its input and its weight,
+        the last `of_weight` in its own dtype; with `experts`, of one for each."""
+        chip, (m, n, k) = self.job.cluster.chip, shape
+        if experts is None:
+            forward, to_input = gemm_seconds(chip, m, n, k, dtype), gemm_seconds(chip, m, k, n, dtype)
+            return forward, to_input, gemm_seconds(chip, k, n, m, of_weight)
+        forward, to_input = (grouped_gemm_seconds(chip, m, *each, experts, dtype) for each in ((n, k), (k, n)))
+        return forward, to_input, gemm_seconds(chip, k, n, m / experts, of_weight, count=experts)
 
     def _scaled(self, fp8: bool) -> float:
         """Relative speed of a GEMM, given how its inputs are scaled."""
@@ -146,23 +145,10 @@ class OpList(list[Op]):
         many = len(adapted) if part in ("attention", "ffn", "experts") else 0
         if not many:
             return 0.0 * saved
-        chip, (rows, _, inner), low = job.cluster.chip, shape, many * float(adapter.rank)
+        (rows, _, inner), low = shape, many * float(adapter.rank)
         launches = (float(many),) * 3
-        for n, k, kept in (
-            (low, inner, 0.0), (sum(adapted), float(adapter.rank), rows * low * job.width)
-        ):  # fmt: skip
-            if experts is None:
-                seconds = (
-                    gemm_seconds(chip, rows, n, k, job.dtype),
-                    gemm_seconds(chip, rows, k, n, job.dtype),
-                    gemm_seconds(chip, k, n, rows, job.dtype),
-                )
-            else:
-                seconds = (
-                    grouped_gemm_seconds(chip, rows, n, k, experts, job.dtype),
-                    grouped_gemm_seconds(chip, rows, k, n, experts, job.dtype),
-                    gemm_seconds(chip, k, n, rows / experts, job.dtype, count=experts),
-                )
+        for n, k, kept in ((low, inner, 0.0), (sum(adapted), float(adapter.rank), rows * low * job.width)):
+            seconds = self._products((rows, n, k), job.dtype, job.dtype, experts)
             flops = 2.0 * rows * n * k
             self.append(Op(f"{name} adapter", part, "matmul", seconds, (flops,) * 3, NOTHING, kept, 0.0, launches))
         # A's output is scaled, B's is added, and likewise backward; A and B are cast, and their gradients cast back.

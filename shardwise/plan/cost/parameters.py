@@ -7,15 +7,13 @@ sizes of a layout, which may be arrays.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from shardwise.plan.cost.job import Job
+from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import regroups_tensor
 from shardwise.run import ModelConfig
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters
 from shardwise.run.parameters import layer_parameters as layer_table
-
-Number = Any
 
 
 class LocalNumel(NamedTuple):
@@ -23,6 +21,11 @@ class LocalNumel(NamedTuple):
 
     dense: Number
     experts: Number
+
+    @property
+    def total(self) -> Number:
+        """Both."""
+        return self.dense + self.experts
 
 
 class _Sums(NamedTuple):
@@ -86,18 +89,16 @@ def zero_groups(job: Job) -> tuple[Number, Number]:
     lay = job.layout
     zero = job.zero_ranks
     over = zero * (1 if lay.expert_tensor else lay.tensor) if regroups_tensor(job) else zero
-    return zero, _at_least_one(over / lay.expert)
+    return zero, at_least_one(over / lay.expert)
 
 
 def cast_copies(job: Job, held: LocalNumel) -> Number:
     """Bytes of the copies of all parameters that were cast for the GEMMs, where nothing is sharded."""
-    alone = (
-        (zero_groups(job)[0] == 1)
-        * job.framework.casts_weights
-        * (job.framework.parameter_bytes > job.framework.gather_bytes)
-    )
-    return (held.dense + held.experts) * job.framework.gather_bytes * alone * job.learned
+    framework = job.framework
+    alone = (job.zero_ranks == 1) * framework.casts_weights * (framework.parameter_bytes > framework.gather_bytes)
+    return held.total * framework.gather_bytes * alone * job.learned
 
 
-def _at_least_one(x: Number) -> Number:
+def at_least_one(x: Number) -> Number:
+    """The larger of a number, or of each in an array, and 1."""
     return x * (x > 1) + 1.0 * (x <= 1)

@@ -35,9 +35,7 @@ def recomputed_share(job: Job, op: Op) -> float:
             return float("attention" in framework.recompute_selective)
         if op.category == "matmul" and op.name not in framework.recompute_selective:
             return framework.recompute_gemms
-        return float(
-            op.name in framework.recompute_selective or f"{op.part} {op.name}" in framework.recompute_selective
-        )
+        return float(not {op.name, f"{op.part} {op.name}"}.isdisjoint(framework.recompute_selective))
     return float(lay.recompute == "operations" and op.part in lay.recompute_operations)
 
 
@@ -101,18 +99,6 @@ class ModuleCost:
         return cls(seconds, launches)
 
 
-def _added(modules: Iterable[tuple[Number, ModuleCost]]) -> ModuleCost:
-    """The sum of modules, each counted this many times."""
-    seconds: list[list[Number]] = [[0.0] * len(CATEGORIES) for _ in range(4)]
-    launches: list[Number] = [0.0] * 4
-    for times, module in modules:
-        for row, own in zip(seconds, module.seconds, strict=True):
-            for column, value in enumerate(own):
-                row[column] = row[column] + times * value
-        launches = [a + times * b for a, b in zip(launches, module.launches, strict=True)]
-    return ModuleCost(seconds, launches)
-
-
 @dataclass(frozen=True)
 class NetworkCost:
     """The four modules a network is made of, for one microbatch. `dense` or `moe` is None where there is no such layer."""
@@ -137,14 +123,20 @@ class NetworkCost:
     @classmethod
     def added(cls, job: Job, embedding: OpList, dense: OpList | None, moe: OpList | None, head: OpList) -> NetworkCost:
         """The modules from their ops, which are the same for every recompute mode."""
-        layers = [None if ops is None else ModuleCost.of(OpList(job, ops)) for ops in (dense, moe)]
         first, last = (ModuleCost.of(ops, recomputes=False) for ops in (embedding, head))
-        return cls(first, layers[0], layers[1], last)
+        return cls(first, *(None if ops is None else ModuleCost.of(OpList(job, ops)) for ops in (dense, moe)), last)
 
     def stage(self, dense: Number, moe: Number, *, first: Number, last: Number) -> ModuleCost:
         """A stage of this many dense and MoE layers, with the embedding and the head where it has them."""
         parts = ((first, self.embedding), (dense, self.dense), (last, self.head), (moe, self.moe))
-        return _added((times, module) for times, module in parts if module is not None)
+        seconds: list[list[Number]] = [[0.0] * len(CATEGORIES) for _ in range(4)]
+        launches: list[Number] = [0.0] * 4
+        for times, module in parts:
+            if module is not None:
+                for row, own in zip(seconds, module.seconds, strict=True):
+                    row[:] = [a + times * b for a, b in zip(row, own, strict=True)]
+                launches = [a + times * b for a, b in zip(launches, module.launches, strict=True)]
+        return ModuleCost(seconds, launches)
 
 
 @dataclass(frozen=True)

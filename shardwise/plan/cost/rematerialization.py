@@ -151,18 +151,18 @@ def window(job: Job, ops: OpList) -> Window:
     return Window(link.to_host * 1e9, link.to_device * 1e9, forward, sum(backward))
 
 
-def swappable(job: Job, tensors: dict[str, Tensor]) -> frozenset[str]:
-    """The subset of these tensors that may be offloaded."""
-    return frozenset(tensors) if job.memory.swaps else frozenset()
+def layer_choices(job: Job, tensors: dict[str, Tensor], ops: OpList) -> Choices:
+    """The choices for the tensors of the layer that runs these ops."""
+    return choices(tensors, window(job, ops) if job.memory.swaps else None)
 
 
-def choices(tensors: dict[str, Tensor], away: frozenset[str] = frozenset(), hidden: Window | None = None) -> Choices:
+def choices(tensors: dict[str, Tensor], hidden: Window | None = None) -> Choices:
     """The choices for a layer's tensors that no other beats in both bytes and seconds, the fastest first: without offloading, that
-    drops nothing. Tensors in `away` may be offloaded, which takes the seconds that can't be hidden."""
+    drops nothing. With a window they may also be offloaded, which takes the seconds that it can't hide."""
     spared, seconds, moved, codes = (np.zeros(1) for _ in range(4))
-    for n, (word, tensor) in enumerate(tensors.items()):
+    for n, tensor in enumerate(tensors.values()):
         ways = [(0.0, 0.0, 0.0, 0.0), (tensor.size, tensor.seconds, 0.0, 1.0), (tensor.size, 0.0, tensor.size, 2.0)]
-        ways = ways[: 3 if word in away else 2]
+        ways = ways[: 3 if hidden else 2]
         spared, seconds, moved, codes = (
             np.concatenate([old + way[k] * (3.0**n if k == 3 else 1.0) for way in ways])
             for k, old in enumerate((spared, seconds, moved, codes))
@@ -261,7 +261,7 @@ def within_budget(job: Job, ops: OpList, saved: float) -> list[Choice]:
         size = sum(away.values())
         return [Choice(size, sum(window(job, ops).exposed(size)), frozenset(f"{ELSEWHERE}{word}" for word in away))]
     tensors = graph(job, routed=_is_routed(ops))
-    each = choices(tensors, swappable(job, tensors), window(job, ops) if job.memory.swaps else None)
+    each = layer_choices(job, tensors, ops)
     return fewest_seconds((each,) * count, count * saved - job.layout.recompute_budget * GIB)
 
 

@@ -13,7 +13,7 @@ from shardwise.plan.cost.job import GIB, job_of
 from shardwise.plan.cost.memory import layer_saved
 from shardwise.plan.cost.operations import layer
 from shardwise.plan.cost.ops import FORWARD
-from shardwise.plan.cost.rematerialization import SAVED, choices, fewest_seconds, graph, swappable, window
+from shardwise.plan.cost.rematerialization import SAVED, fewest_seconds, graph, layer_choices
 from shardwise.run import Run
 from shardwise.run.saved_tensors import ELSEWHERE, quantized_tensors, swappable_tensors
 
@@ -22,22 +22,20 @@ WHOLE, NOTHING = frozenset({"block"}), frozenset[str]()
 
 def recomputed(run: Run, layers: Sequence[int], entering: float) -> Mapping[int, frozenset[str]]:
     """The recomputed parts of each of these layers, which are all layers of a rank; `entering` bytes enter each layer."""
-    kinds = tuple(run.model.is_moe(n) for n in layers)
+    kinds = {n: run.model.is_moe(n) for n in layers}
     if run.memory.swaps and run.layout.recompute == "none":
-        return {
-            n: frozenset(f"{ELSEWHERE}{word}" for word in _may_leave(run, moe))
-            for n, moe in zip(layers, kinds, strict=True)
-        }
-    if run.layout.recompute not in ("budget", "optimal"):
-        return {}
+        return {n: frozenset(f"{ELSEWHERE}{word}" for word in _may_leave(run, moe)) for n, moe in kinds.items()}
     if run.layout.recompute == "optimal":
-        return dict(zip(layers, _optimal(run, kinds), strict=True))
-    saved = {moe: _layer_saved(_saves_all(run), moe) for moe in set(kinds)}
-    total, found = sum(saved[moe] for moe in kinds), dict.fromkeys(layers, NOTHING)
-    for number in sorted(layers, key=lambda n: -saved[run.model.is_moe(n)]):
+        return dict(zip(layers, _optimal(run, tuple(kinds.values())), strict=True))
+    if run.layout.recompute != "budget":
+        return {}
+    sizes = {moe: _layer_saved(_saves_all(run), moe) for moe in set(kinds.values())}
+    saved = {n: sizes[moe] for n, moe in kinds.items()}
+    total, found = sum(saved.values()), dict.fromkeys(layers, NOTHING)
+    for number in sorted(layers, key=lambda n: -saved[n]):
         if total <= run.layout.recompute_budget * GIB:
             break
-        total += entering - saved[run.model.is_moe(number)]
+        total += entering - saved[number]
         found[number] = WHOLE
     return found
 
@@ -85,11 +83,7 @@ def _optimal(run: Run, kinds: tuple[bool, ...]) -> tuple[frozenset[str], ...]:
     on, and not on whether it is compiled."""
     plain = _saves_all(run)
     job = job_of(replace(plain, memory=run.memory))
-    known = {}
-    for moe in set(kinds):
-        tensors, ops = graph(job, routed=moe), layer(job, routed=moe)
-        hidden = window(job, ops) if run.memory.swaps else None
-        known[moe] = choices(tensors, swappable(job, tensors), hidden)
+    known = {moe: layer_choices(job, graph(job, routed=moe), layer(job, routed=moe)) for moe in set(kinds)}
     spare = sum(_layer_saved(plain, moe) for moe in kinds) - run.layout.recompute_budget * GIB
     return tuple(choice.dropped for choice in fewest_seconds(tuple(known[moe] for moe in kinds), spare))
 

@@ -11,19 +11,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.ledger import Memory
+from shardwise.plan.cost import memory as formulas
 from shardwise.plan.cost.host import IN_FLIGHT
 from shardwise.plan.cost.job import Job, job_of
-from shardwise.plan.cost.memory import (
-    OWNERS,
-    buffers,
-    gathered_layer,
-    gathered_layers,
-    layer_activations,
-    memory,
-    moving,
-    reduced_layer,
-    workspace,
-)  # fmt: skip
 from shardwise.plan.trainer import muon, state
 from shardwise.plan.trainer.rank import PlannedRank, planned_rank
 from shardwise.plan.trainer.saved import Saved
@@ -36,7 +26,7 @@ from shardwise.run.sections.objective import FACTS
 def memory_of(run: Run, job: Job) -> Memory:
     """The memory of a run as this job: exact where this project's trainer runs it and its formulas cover it, else estimated."""
     if not _is_exact(run, job):
-        return memory(job)
+        return formulas.memory(job)
     ranks = _Ranks(run, job)
     return Memory(tuple(map(ranks.at, first_ranks(run))), ranks.capacity)
 
@@ -44,7 +34,7 @@ def memory_of(run: Run, job: Job) -> Memory:
 def memory_of_rank(run: Run, job: Job, rank: int) -> dict[str, float]:
     """Bytes of one rank by owner. `memory_of` has the first rank of each stage, whose slices may be a row larger than another's."""
     if not _is_exact(run, job):
-        return dict(memory(job).ranks[planned_rank(run, rank).index("pipeline")])
+        return dict(formulas.memory(job).ranks[planned_rank(run, rank).index("pipeline")])
     return _Ranks(run, job).at(rank)
 
 
@@ -52,7 +42,7 @@ def memory_that_fits(run: Run, job: Job, most: float = math.inf) -> Memory | Non
     """The memory of a run as this job, or None where it exceeds the memory of a device, or `most`. Ranks near the ends of the
     pipeline go first: they find most runs that do not fit, in a fraction of the time that all ranks take."""
     if not _is_exact(run, job):
-        found = memory(job)
+        found = formulas.memory(job)
         return found if found.fits and found.peak <= most else None
     every, ranks = first_ranks(run), _Ranks(run, job)
     known: dict[int, dict[str, float]] = {}
@@ -73,15 +63,15 @@ class _Ranks:
         # memory peaks in a backward pass, while ZeRO-2 reduces a layer's gradient.
         lay = run.layout
         reduces = lay.zero == 2 and lay.pipeline > 1 and not lay.gathers_each_pass
-        owners = dict.fromkeys(OWNERS, 0.0) | {
-            "gathered": float(gathered_layers(job)),
-            "buffers": float(buffers(job)) + reduces * float(reduced_layer(job)),
+        owners = dict.fromkeys(formulas.OWNERS, 0.0) | {
+            "gathered": float(formulas.gathered_layers(job)),
+            "buffers": float(formulas.buffers(job)) + reduces * float(formulas.reduced_layer(job)),
         }
         in_layers = 0.0
         if lay.gathers_each_pass and lay.pipeline == 1:
-            in_layers = float(gathered_layers(job) - gathered_layer(job))
+            in_layers = float(formulas.gathered_layers(job) - formulas.gathered_layer(job))
         counted = lay.pipeline > 1 or lay.gathers_each_pass
-        self.estimated = _Estimated(owners, in_layers, float(reduced_layer(job)) if counted else 0.0)
+        self.estimated = _Estimated(owners, in_layers, float(formulas.reduced_layer(job)) if counted else 0.0)
         self.known: dict[tuple[object, ...], _Alike] = {}
 
     def at(self, rank: int) -> dict[str, float]:
@@ -127,7 +117,7 @@ def _rank_memory(place: PlannedRank, job: Job, estimate: _Estimated, same: _Alik
         owners |= {"activations": float(both[0]), "gradients": float(both[1])}
     owners = _peak(owners, run, same, estimate)
     owners = max(owners, updating, reducing, key=lambda moment: sum(moment.values()))
-    owners["workspace"] = workspace(job, moving(owners))
+    owners["workspace"] = formulas.workspace(job, owners)
     return owners
 
 
@@ -259,7 +249,7 @@ def _saved_behind(place: PlannedRank) -> float:
 @lru_cache(maxsize=64)
 def _layer_saved(run: Run, routed: bool) -> float:
     """Bytes that a layer of a run saves, by the estimate; cached, since every budget that is tried asks."""
-    return float(layer_activations(job_of(run), routed=routed)[0])
+    return float(formulas.layer_activations(job_of(run), routed=routed)[0])
 
 
 def _peak(owners: dict[str, float], run: Run, same: _Alike, estimate: _Estimated) -> dict[str, float]:

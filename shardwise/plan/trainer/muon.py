@@ -10,10 +10,10 @@ FLOPs, whatever the layout: ranks that share a matrix all compute the same.
 from __future__ import annotations
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardwise.hardware import collective_seconds, gemm_seconds, memory_seconds
-from shardwise.plan.cost.job import BYTES, Job
+from shardwise.plan.cost.job import BYTES, Job, Number
 from shardwise.plan.cost.ops import span
 from shardwise.plan.cost.parameters import zero_groups
 from shardwise.plan.trainer.rank import PlannedRank
@@ -22,7 +22,6 @@ from shardwise.run import ModelConfig
 from shardwise.run.derive import NEWTON_SCHULZ_ITERATIONS
 from shardwise.run.parameters import Parameter, layer_parameters
 
-Number = Any
 LAUNCHES = 7.0
 """Launches of a matrix, in launches of the network: some 25 bare kernels, each a quarter of one under autograd and modules."""
 
