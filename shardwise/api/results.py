@@ -307,7 +307,7 @@ class TraceResult(Result):
         return [vars(kernel) for kernel in self.answers.kernels]
 
     def page(self) -> str:
-        from shardwise.cli.trace.page import trace_page
+        from shardwise.cli.trace.verb import trace_page
 
         return trace_page(self.explained, None, 10.0)
 

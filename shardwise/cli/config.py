@@ -31,12 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print the requested listing."""
-    if args.schema:
-        print(json.dumps(schema(), indent=1) if args.json else _schema_text())
-        return 0
-    if args.chips or args.presets:
-        _print_catalogue(args)
-        return 0
+    listings = {"schema": (schema, schema_lines), "chips": (chips, chip_lines), "presets": (presets, preset_lines)}
+    for name, (data, lines) in listings.items():
+        if getattr(args, name):
+            print(json.dumps(data(), indent=1) if args.json else "\n".join(lines()))
+            return 0
     if args.run is None and not args.overrides:
         raise UserError("name a run (a TOML file), or ask for --schema, --chips or --presets")
     planned = read_planned(args.run, args.overrides) if args.planned else None
@@ -45,14 +44,8 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_catalogue(args: argparse.Namespace) -> None:
-    if args.json:
-        print(json.dumps(chips() if args.chips else presets(), indent=1))
-        return
-    print("\n".join(chip_lines() if args.chips else preset_lines()))
-
-
-def _schema_text() -> str:
+def schema_lines() -> list[str]:
+    """Every key with its default, type and meaning, by section."""
     lines = []
     section = ""
     for entry in schema():
@@ -62,7 +55,7 @@ def _schema_text() -> str:
             lines += ["", f"[{section}]"]
         lines.append(f"{leaf} = {json.dumps(entry['default'])}")
         lines.append(f"    {entry['type']}: {entry['meaning']}")
-    return "\n".join(lines)
+    return lines
 
 
 def chips() -> list[dict[str, Any]]:

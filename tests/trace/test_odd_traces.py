@@ -17,8 +17,8 @@ import odd_traces
 import pytest
 from odd_traces import ODD, PER_RANK, RANK_COSTS, Writer
 
-from shardwise.cli.trace.page import write_page
 from shardwise.cli.trace.read import read_and_explain
+from shardwise.cli.trace.verb import trace_page
 from shardwise.ledger import as_dict
 from shardwise.report import terminal_trace
 from shardwise.report.terminal import Console
@@ -47,7 +47,7 @@ def explain(folder: Path, page: bool = False) -> float:
     for part in terminal_trace.sections(as_dict(explained.answers)):
         console.print(part)
     if page:
-        write_page(explained, None, str(folder / "page.html"), 10)
+        (folder / "page.html").write_text(trace_page(explained, None, 10))
     return used() - begun
 
 

@@ -65,18 +65,14 @@ def execute(args: argparse.Namespace) -> int:
     args.seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
     if environment is not None:
         return _as_rank(args, environment)
-    if args.run:
-        _finish(args, _rehearsed(args))
-        return 0
-    if args.serve:
-        _finish(args, _serving(args))
-        return 0
-    profile = _kernels(args) if args.only != "collectives" else None
-    if (args.ranks or 1) > 1 and args.only != "kernels":
+    if args.run or args.serve:
+        profile = _rehearsed(args) if args.run else _serving(args)
+    else:
         from shardwise.measure.bench.machine import empty_profile
 
-        profile = replace(profile or empty_profile(_device(args)), collective=_collectives(args))
-    assert profile is not None
+        profile = _kernels(args) if args.only != "collectives" else empty_profile(_device(args))
+        if (args.ranks or 1) > 1 and args.only != "kernels":
+            profile = replace(profile, collective=_collectives(args))
     _finish(args, profile)
     return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ HELP = """Predict published measurements and print the errors, by source and ove
 package. Each source is predicted with constants fitted without it."""
 
 KINDS = ("training", "layer", "inference")
+NEEDED = ("id", "group", "kind", "hardware", "model", "measured")
+"""Keys that every row has."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,11 +74,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
         raise UserError(Problem("is not a list of rows", where=str(path)))
     problems = []
     for n, row in enumerate(rows):
-        missing = [
-            key
-            for key in ("id", "group", "kind", "hardware", "model", "measured")
-            if key not in (row if isinstance(row, dict) else {})
-        ]
+        missing = [key for key in NEEDED if not isinstance(row, dict) or key not in row]
         if missing:
             problems.append(Problem(f"row {n} has no {', '.join(missing)}", where=str(path)))
     if problems:
@@ -111,10 +109,7 @@ def summaries(predictions: list[Prediction]) -> dict[str, Any]:
 
 
 def _by_group(predictions: list[Prediction]) -> dict[str, list[Prediction]]:
-    groups: dict[str, list[Prediction]] = defaultdict(list)
-    for prediction in predictions:
-        groups[prediction.group].append(prediction)
-    return dict(sorted(groups.items()))
+    return {name: [p for p in predictions if p.group == name] for name in sorted({p.group for p in predictions})}
 
 
 def _how(args: argparse.Namespace) -> str:
@@ -162,9 +157,5 @@ def _print(predictions: list[Prediction], worst: int, how: str) -> None:
     far = sorted((p for p in predictions if p.error is not None), key=lambda p: -abs(p.error or 0))[:worst]
     for p in far:
         console.print(f"  {words.change(p.error or 0):>8}  {p.id}  ({p.group})", highlight=False)
-    reasons: dict[str, int] = defaultdict(int)
-    for p in predictions:
-        if not p.supported:
-            reasons[p.reason] += 1
-    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
+    for reason, count in Counter(p.reason for p in predictions if not p.supported).most_common():
         console.print(f"  {count} not predicted: {reason}", style="dim", highlight=False)

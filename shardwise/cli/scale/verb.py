@@ -79,7 +79,7 @@ def _ladder(parser: argparse.ArgumentParser) -> None:
 
 
 def _coordinates(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(module="shardwise.cli.scale.coordinates", function="coordinates")
+    parser.set_defaults(module="shardwise.cli.scale.steps", function="coordinates")
     parser.add_argument("run", nargs="?", help="the run, a TOML file")
     parser.add_argument("--widths", default="64,128,256,512,1024", metavar="W,W,…", help="hidden sizes (64 to 1024)")
     parser.add_argument("--steps", type=at_least(1), default=10, help="steps to train at each width (10)")
@@ -89,7 +89,7 @@ def _coordinates(parser: argparse.ArgumentParser) -> None:
 
 
 def _noise(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(module="shardwise.cli.scale.noise", function="noise")
+    parser.set_defaults(module="shardwise.cli.scale.steps", function="noise")
     parser.add_argument("run", nargs="?", help="the run, a TOML file")
     parser.add_argument("--steps", type=at_least(0), default=100, help="steps to train before measuring (100)")
     parser.add_argument("--draws", type=at_least(2), default=16, help="batches to measure (16)")

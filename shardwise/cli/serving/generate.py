@@ -39,17 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Generate and print."""
-    mistakes = []
-    if args.max_tokens < 1:
-        mistakes.append(f"--max-tokens: {args.max_tokens} must be at least 1")
-    if not args.temperature >= 0:
-        mistakes.append(f"--temperature: {args.temperature} must be at least 0")
-    if args.top_k < 0:
-        mistakes.append(f"--top-k: {args.top_k} must be at least 0")
-    if not 0 < args.top_p <= 1:
-        mistakes.append(f"--top-p: {args.top_p} must be above 0 and at most 1")
-    if not 0 <= args.min_p <= 1:
-        mistakes.append(f"--min-p: {args.min_p} must be between 0 and 1")
+    limits = (
+        ("--max-tokens", args.max_tokens, args.max_tokens >= 1, "at least 1"),
+        ("--temperature", args.temperature, args.temperature >= 0, "at least 0"),
+        ("--top-k", args.top_k, args.top_k >= 0, "at least 0"),
+        ("--top-p", args.top_p, 0 < args.top_p <= 1, "above 0 and at most 1"),
+        ("--min-p", args.min_p, 0 <= args.min_p <= 1, "between 0 and 1"),
+    )
+    mistakes = [f"{option}: {value} must be {limit}" for option, value, good, limit in limits if not good]
     if "" in args.stop:
         mistakes.append("--stop: an empty text would end each sample before it begins")
     if mistakes:

@@ -86,21 +86,10 @@ def baseline_of(args: argparse.Namespace, rank: int) -> MemoryBaseline | None:
         )
     if path.suffix == ".toml":
         return planned_of(read_run(path, []), rank)
-    if is_snapshot(path):
-        other = next(iter(histories_of([path])), None)
-        return (
-            None
-            if other is None
-            else MemoryBaseline("before", {name: float(size) for name, size in other.owners.items()})
-        )
-    if path.is_dir():
-        others = profiled_histories([path])
+    if is_snapshot(path) or path.is_dir():
+        others = profiled_histories([path]) if path.is_dir() else histories_of([path])[:1]
         other = next((each for each in others if each.rank == rank), others[0] if others else None)
-        return (
-            None
-            if other is None
-            else MemoryBaseline("before", {name: float(size) for name, size in other.owners.items()})
-        )
+        return other and MemoryBaseline("before", {name: float(size) for name, size in other.owners.items()})
     try:
         stages = json.loads(path.read_text(encoding="utf-8"))["memory"]["stages"]
         return MemoryBaseline("plan", _as_seen(max(stages, key=lambda owners: sum(owners.values()))))
@@ -163,12 +152,9 @@ def as_json(histories: Sequence[MemoryHistory], others: Sequence[MemoryBaseline 
     """The histories as JSON data; sizes in bytes, times in microseconds."""
     found = []
     for history, other in zip(histories, others, strict=True):
-        more = (
-            {}
-            if other is None
-            else {"against": {"name": other.name, "differences": as_dict(other.differences(history))}}
-        )
-        found.append(as_record(history) | more)
+        found.append(as_record(history))
+        if other is not None:
+            found[-1]["against"] = {"name": other.name, "differences": as_dict(other.differences(history))}
     return found
 
 

@@ -8,22 +8,29 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.machinery.options import at_least, new_file
+from shardwise.cli.machinery.options import at_least, new_file, write_file
 from shardwise.cli.machinery.terminal import print_parts
 from shardwise.cli.trace.read import Explained, read_and_explain
 from shardwise.hardware.chips import ITEM_BYTES
+from shardwise.ledger import Timeline, as_dict
 from shardwise.run import UserError
 from shardwise.run.problems import nearest
 
 if TYPE_CHECKING:
     from shardwise.cli.trace.against import Comparison
     from shardwise.trace.answers import Explanation
+    from shardwise.trace.rank import Rank
 
 HELP = """Explain where the time of a profile went: each rank's time, what it waited for, and what to change first. Reads the JSON
 of PyTorch's profiler (Kineto, plain or gzipped) from this trainer or any program, on NVIDIA or AMD GPUs or on CPUs alone; also
 Nsight Systems (SQLite) and JAX (*.trace.json.gz, *.xplane.pb). Give files or folders, of all ranks or some of them. For snapshots
 of PyTorch's CUDA allocator (pickles) it shows memory by owner over time, and what fills the peak. docs/tracing.md explains every
 number."""
+
+SPANS = 90_000
+"""Approximate number of spans in the timeline of all ranks on a page."""
+CLOSE_UP = 60_000
+"""Approximate number of kernels in a close-up, so that a page stays usable."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,9 +100,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.export:
         _export(explained, comparison, args)
     if args.html:
-        from shardwise.cli.trace.page import write_page
-
-        write_page(explained, comparison, args.html, args.within)
+        write_file(args.html, trace_page(explained, comparison, args.within).encode())
         print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
         compared = {"against": comparison.as_dict() | {"passed": passed}} if comparison else {}
@@ -140,6 +145,52 @@ def as_json(explained: Explained) -> dict[str, Any]:
     return {**export.as_json(explained.answers), "windows": windows, "problems": list(explained.problems)}
 
 
+def trace_page(explained: Explained, comparison: Comparison | None, within: float) -> str:
+    """The page; differences from the comparison above `within` percent are marked."""
+    from shardwise.report import html, html_trace
+    from shardwise.trace.timeline import timeline
+
+    answers = explained.answers
+    points = min(max(SPANS // (3 * max(1, len(answers.seen))), 100), 1500)
+    drawn = timeline({r.profile.rank: r for r in explained.ranks}, answers.clocks, points)
+    sections = html_trace.sections(as_dict(answers), drawn, close_up(explained), explained.problems)
+    if comparison is not None:
+        sections.insert(2, html.comparison_table(comparison.differences, within / 100, comparison.names))
+    first = Path(explained.ranks[0].profile.path)
+    name = first.parent.parent.name if first.parent.name == "ranks" else first.parent.name or first.stem
+    devices = sorted({device for device in answers.devices.values() if device})
+    remark = f"{len(answers.seen)} of {answers.world} ranks" + (f" on {', '.join(devices)}" if devices else "")
+    return html.page(f"Profile of {name}", sections, remark)
+
+
+def close_up(explained: Explained) -> Timeline | None:
+    """Every kernel of one step: of the slowest rank, then the fastest, then others as far as they fit."""
+    from shardwise.trace.spans.intervals import window
+    from shardwise.trace.spans.steps import Selection
+    from shardwise.trace.timeline import timeline
+
+    ranks = {r.profile.rank: r for r in explained.ranks}
+    spans = {rank: row["span"] for rank, row in explained.answers.ranks.items()}
+    order = sorted(spans, key=lambda rank: (-spans[rank], rank))
+    order = list(dict.fromkeys([*order[:1], *order[-1:], *order]))
+    steps = ranks[order[0]].selection.steps if order else ()
+    if not steps:
+        return None
+    number = max(steps, key=lambda step: step.end - step.start).number
+    drawn: dict[int, Rank] = {}
+    left = CLOSE_UP
+    for rank in order:
+        step = next((step for step in ranks[rank].selection.steps if step.number == number), None)
+        if step is None:
+            continue
+        busy = ranks[rank].activity
+        left -= int(((busy.start < step.end) & (busy.end > step.start)).sum())
+        if left < 0 and drawn:
+            break
+        drawn[rank] = ranks[rank].over(Selection(window(step.start, step.end), (step,)))
+    return timeline(dict(sorted(drawn.items())), explained.answers.clocks, None)
+
+
 def _check(args: argparse.Namespace) -> None:
     first, last = args.from_step, args.to_step
     if args.all_events and (first is not None or last is not None):
@@ -154,7 +205,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _print(answers: Explanation, problems: tuple[str, ...]) -> None:
-    from shardwise.ledger import as_dict
     from shardwise.report import terminal_trace
     from shardwise.report.terminal import Console
 

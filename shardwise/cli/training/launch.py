@@ -17,7 +17,6 @@ from shardwise.run import Problem, Run, UserError, counted, read_run
 
 if TYPE_CHECKING:
     from shardwise.launch.job import Estimate, Job
-    from shardwise.launch.kubernetes import Cluster
 
 HELP = """Write the job that trains a run: a script for sbatch, a JobSet or TrainJob for kubectl, or torchrun lines. Machines and
 GPUs follow from the run; memory and time are checked against its plan. --submit submits the job; --status, --logs and --cancel
@@ -82,25 +81,22 @@ def execute(args: argparse.Namespace) -> int:
     if args.status or args.logs or args.cancel:
         return _follow(args, run, folder)
     _check(args)
-    run = _with_layout(run, args.overrides)
+    from shardwise.train.processes.launch import resolve_layout
+
+    run = resolve_layout(run, args.overrides)
     if args.on != "kubernetes" and run.cluster.rendezvous:  # it is for machines that start their ranks themselves
         args.overrides.append("cluster.rendezvous=")
     _check_starter(run, args.on)
     job, estimate = _job(run, folder, args)
-    cluster = _cluster(args)
     file = Path(args.out).resolve() if args.out else folder / "launch" / _FILES[args.on]
     # Slurm opens the log before the run creates its folder.
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_file(file, _text(job, cluster, args).encode())
-    said: dict[str, Any] = {
-        "file": str(file),
-        "folder": str(folder),
-        "nodes": job.nodes,
-        "ranks_per_node": job.ranks_per_node,
-    }
-    said |= {"time_limit_seconds": job.limit or None, "notes": list(job.notes)}
-    said["expected_seconds"] = estimate.expected if estimate else None
+    write_file(file, _text(job, args).encode())
+    said: dict[str, Any] = dict(
+        file=str(file), folder=str(folder), nodes=job.nodes, ranks_per_node=job.ranks_per_node,
+        time_limit_seconds=job.limit or None, notes=job.notes, expected_seconds=estimate.expected if estimate else None,
+    )  # fmt: skip
     if args.submit:
         from shardwise.launch import slurm, submission
 
@@ -169,13 +165,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(*problems)
 
 
-def _with_layout(run: Run, overrides: list[str]) -> Run:
-    """The run with its layout searched for if it is `auto`; the layout is added to the overrides, so that every rank uses it."""
-    from shardwise.train.processes.launch import resolve_layout
-
-    return resolve_layout(run, overrides)
-
-
 def _check_starter(run: Run, on: str) -> None:
     """Refuse a run that each rank would refuse, because of who starts the ranks. Kubernetes starts `shardwise train`, which starts
     them."""
@@ -189,7 +178,6 @@ def _check_starter(run: Run, on: str) -> None:
 
 def _job(run: Run, folder: Path, args: argparse.Namespace) -> tuple[Job, Estimate | None]:
     """The job, and its planned estimate."""
-
     from shardwise import __version__
     from shardwise.launch.job import Job, estimate, parse_time, scheduler_name
     from shardwise.run.derive import planned_on_gpu
@@ -258,14 +246,7 @@ def _notes(run: Run, found: Estimate | None, asked: int) -> list[str]:
     return lines
 
 
-def _cluster(args: argparse.Namespace) -> Cluster:
-    from shardwise.launch.kubernetes import PLACE, Cluster
-
-    claim, _, place = (args.volume or "").partition(":")
-    return Cluster(claim, place.rstrip("/") or PLACE, args.namespace, args.queue)
-
-
-def _text(job: Job, cluster: Cluster, args: argparse.Namespace) -> str:
+def _text(job: Job, args: argparse.Namespace) -> str:
     from shardwise.launch import kubernetes, slurm, torchrun
 
     if args.on == "slurm":
@@ -276,6 +257,8 @@ def _text(job: Job, cluster: Cluster, args: argparse.Namespace) -> str:
             reason = f'"{args.hosts or ""}" must name the {counted(job.nodes, "machine")} of the run, as in a,b,c'
             raise UserError(Problem(reason, "--hosts", "command line"))
         return torchrun.script(job, hosts)
+    claim, _, place = (args.volume or "").partition(":")
+    cluster = kubernetes.Cluster(claim, place.rstrip("/") or kubernetes.PLACE, args.namespace, args.queue)
     make = kubernetes.jobset if args.kind == "jobset" else kubernetes.trainjob
     return kubernetes.text(make(job, cluster), job.notes)
 
