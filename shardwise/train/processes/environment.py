@@ -66,7 +66,7 @@ class _Variables:
         """The value of the first of these variables that is set, or ""."""
         return next((self.values[name] for name in names if name in self), "")
 
-    def number(self, *names: str, otherwise: int) -> int:
+    def number(self, *names: str, otherwise: int = 0) -> int:
         """The value of the first of these variables that is set, as a number."""
         name = next((name for name in names if name in self), "")
         try:
@@ -96,15 +96,15 @@ def _torchrun(e: _Variables) -> RankEnvironment:
     """The variables of torchrun. Other launchers set them too, some without the per-machine ones (LOCAL_RANK, LOCAL_WORLD_SIZE)."""
     world = e.number("WORLD_SIZE", otherwise=1)
     address = e.text("MASTER_ADDR") or "127.0.0.1"
-    local_rank = e.number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID", otherwise=0)
-    here = e.number("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", otherwise=0)
+    local_rank = e.number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    here = e.number("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
     if not here and "SLURM_STEP_TASKS_PER_NODE" in e:
         here = _tasks_here(e)
     if not here:  # a local address: all ranks are here; otherwise at least those up to this local rank
         here = world if address in ("127.0.0.1", "localhost", "::1") else local_rank + 1
     command, elastic = "SHARDWISE_COMMAND" in e, "TORCHELASTIC_RUN_ID" in e
     launcher = "shardwise" if command else "torchrun" if elastic else "RANK and WORLD_SIZE in the environment"
-    port, rank = e.number("MASTER_PORT", otherwise=29500), e.number("RANK", otherwise=0)
+    port, rank = e.number("MASTER_PORT", otherwise=29500), e.number("RANK")
     # Ranks of our command or of torchrun all inherit its environment; other launchers may give each rank its own GPU.
     own = not command and not elastic and _shown_gpus(e)
     return RankEnvironment(rank, world, local_rank, address, port, here, "SHARDWISE_AGENT" in e, launcher, own)
@@ -119,8 +119,8 @@ def _mpi(e: _Variables) -> RankEnvironment:
         raise UserError(
             "mpirun does not say where the ranks meet: start it with -x MASTER_ADDR=NAME of the first machine"
         )
-    rank = e.number("OMPI_COMM_WORLD_RANK", "PMI_RANK", otherwise=0)
-    local_rank = e.number("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", otherwise=0)
+    rank = e.number("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    local_rank = e.number("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
     port = e.number("MASTER_PORT", otherwise=29500)
     return RankEnvironment(rank, world, local_rank, address, port, here, launcher="mpirun", own_gpus=_shown_gpus(e))
 
@@ -133,15 +133,15 @@ def _slurm(e: _Variables) -> RankEnvironment | None:
         return None
     here = _tasks_here(e)
     # Slurm allocated these GPUs to the job on this machine; a task may see all of them or only its own.
-    given = e.number("SLURM_GPUS_ON_NODE", otherwise=0)
+    given = e.number("SLURM_GPUS_ON_NODE")
     own = "SLURM_GPUS_PER_TASK" in e or "gpu" in e.text("SLURM_TRES_PER_TASK") or given >= here
     return RankEnvironment(
-        e.number("SLURM_PROCID", otherwise=0),
+        e.number("SLURM_PROCID"),
         world,
-        e.number("SLURM_LOCALID", otherwise=0),
+        e.number("SLURM_LOCALID"),
         e.text("MASTER_ADDR") or first_host(e.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")),
         # Jobs on the same node need different ports.
-        e.number("MASTER_PORT", otherwise=20000 + e.number("SLURM_JOB_ID", otherwise=0) % 20000),
+        e.number("MASTER_PORT", otherwise=20000 + e.number("SLURM_JOB_ID") % 20000),
         here,
         launcher="srun",
         own_gpus=own,
@@ -150,14 +150,14 @@ def _slurm(e: _Variables) -> RankEnvironment | None:
 
 def _tasks_here(e: _Variables) -> int:
     """The number of tasks of a Slurm step on this machine, from a list such as `2(x3),1` with one number for each machine."""
-    node = e.number("SLURM_NODEID", otherwise=0)
+    node = e.number("SLURM_NODEID")
     listed = e.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
         node -= int(times or 1)
         if node < 0:
             return int(count)
-    world, nodes = e.number("SLURM_NTASKS", otherwise=1), e.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", otherwise=0)
-    each = -(-world // nodes) if nodes else e.number("SLURM_LOCALID", otherwise=0) + 1
+    world, nodes = e.number("SLURM_NTASKS", otherwise=1), e.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    each = -(-world // nodes) if nodes else e.number("SLURM_LOCALID") + 1
     return e.number("SLURM_NTASKS_PER_NODE", otherwise=each)
 
 
@@ -165,12 +165,8 @@ def _kubernetes(e: _Variables) -> RankEnvironment | None:
     """A pod that is one rank: in an indexed Job or JobSet that sets WORLD_SIZE and MASTER_ADDR, or in a Kubeflow TrainJob whose
     command is not torchrun. Pods do not share GPUs."""
     if "JOB_COMPLETION_INDEX" in e and "WORLD_SIZE" in e:
-        rank, world, launcher = (
-            e.number("JOB_COMPLETION_INDEX", otherwise=0),
-            e.number("WORLD_SIZE", otherwise=1),
-            "a Job",
-        )
-        address, port = e.text("MASTER_ADDR"), e.number("MASTER_PORT", otherwise=29500)
+        rank, world = e.number("JOB_COMPLETION_INDEX"), e.number("WORLD_SIZE", otherwise=1)
+        launcher, prefix = "a Job", ""
     elif "PET_NNODES" in e and "PET_NODE_RANK" in e:
         if e.text("PET_NNODES") == "1":  # all ranks are in this pod, and the command starts them
             return None
@@ -180,14 +176,11 @@ def _kubernetes(e: _Variables) -> RankEnvironment | None:
                 "command be torchrun -m shardwise train …, or add --cluster.rendezvous=$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
             )
             raise UserError(reason)
-        rank, world, launcher = (
-            e.number("PET_NODE_RANK", otherwise=0),
-            e.number("PET_NNODES", otherwise=1),
-            "a TrainJob",
-        )
-        address, port = e.text("PET_MASTER_ADDR"), e.number("PET_MASTER_PORT", otherwise=29500)
+        rank, world = e.number("PET_NODE_RANK"), e.number("PET_NNODES", otherwise=1)
+        launcher, prefix = "a TrainJob", "PET_"
     else:
         return None
+    address, port = e.text(f"{prefix}MASTER_ADDR"), e.number(f"{prefix}MASTER_PORT", otherwise=29500)
     if world == 1:
         return None
     if not address:
