@@ -12,12 +12,13 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,52 +30,30 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.problems import Problem, UserError
 
 # Characters tokenised in one call: enough to hide the cost of the call, few enough to stay small in memory.
-_BATCH = 2**19
+BATCH = 2**19
 
 _MOST_SHOWN = 20
+_RECORD = "json"
 
 Report = Callable[[int, int], None]
 """Called with a number of input bytes and of tokens."""
 Finished = Callable[["Unit", "UnitResult"], None]
 
 
-@dataclass(frozen=True)
+@dataclass
 class UnitResult:
-    """The record of a finished unit."""
+    """The record of a unit, counted up while it is made."""
 
-    tokens: int
-    documents: int
-    skipped: int
-    text_bytes: int
+    tokens: int = 0
+    documents: int = 0
+    skipped: int = 0
+    text_bytes: int = 0
     learned: int = 0
     truncated: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
     lines: list[int] = field(default_factory=list)
     row_bytes: int = 0
     margins: int = 0
-
-
-class UnitFiles:
-    """The files of a unit in the work folder; those from `mask` on exist for conversations only."""
-
-    def __init__(self, folder: Path, number: int) -> None:
-        self.tokens = folder / f"{number:06d}.tokens"
-        self.ends = folder / f"{number:06d}.ends"
-        self.record = folder / f"{number:06d}.json"
-        self.mask = folder / f"{number:06d}.mask"
-        self.prompts = folder / f"{number:06d}.prompts"
-        self.labels = folder / f"{number:06d}.labels"
-        self.margins = folder / f"{number:06d}.margins"
-        self.rows = folder / f"{number:06d}.rows"
-        self.row_ends = folder / f"{number:06d}.row_ends"
-        self.skipped = folder / f"{number:06d}.skipped"
-
-    def done(self) -> UnitResult | None:
-        """The record, if the unit was finished earlier."""
-        try:
-            return UnitResult(**json.loads(self.record.read_bytes()))
-        except (OSError, ValueError, TypeError):
-            return None
 
 
 @dataclass(frozen=True)
@@ -85,6 +64,9 @@ class Job:
     field: str
     tokenizer: Tokenizer
     folder: Path
+
+    files: ClassVar[tuple[str, ...]] = ("tokens", "ends")
+    """What a unit makes besides its record."""
 
     @property
     def kind(self) -> str:
@@ -97,9 +79,7 @@ class Job:
 
     def encode(self, unit: Unit, report: Report) -> UnitResult:
         """Tokenise one unit. `report(bytes, tokens)` is called with the progress since the last call."""
-        files = UnitFiles(self.folder, unit.number)
-        total = sum(chunk.bytes for chunk in unit.chunks)
-        reported = 0
+        total, reported = sum(chunk.bytes for chunk in unit.chunks), 0
 
         def add_progress(consumed: int, tokens: int) -> None:
             nonlocal reported
@@ -107,23 +87,35 @@ class Job:
             reported += consumed
             report(consumed, tokens)
 
-        drafts = [path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in (files.tokens, files.ends, files.record)]
+        paths = {name: self.file(unit.number, name) for name in (*self.files, _RECORD)}
+        drafts = {name: path.with_name(f"{path.name}.{os.getpid()}.tmp") for name, path in paths.items()}
         try:
-            with open(drafts[0], "wb") as out:
-                batches = _Batches(self.tokenizer, out, add_progress)
-                self._read(unit, batches)
-            drafts[1].write_bytes(np.array(batches.ends, dtype=ENDS).tobytes())
-            done = UnitResult(batches.tokens, len(batches.ends), batches.skipped, batches.text_bytes)
-            drafts[2].write_text(json.dumps(asdict(done)), encoding="utf-8")
-            for draft, path in zip(drafts, (files.tokens, files.ends, files.record), strict=True):
-                os.replace(draft, path)
+            with ExitStack() as stack:
+                out = {name: stack.enter_context(open(draft, "wb")) for name, draft in drafts.items()}
+                done = self.write(unit, out, add_progress)
+                out[_RECORD].write(json.dumps(asdict(done)).encode())
+            for name, path in paths.items():
+                os.replace(drafts[name], path)
         finally:
-            for draft in drafts:
+            for draft in drafts.values():
                 draft.unlink(missing_ok=True)
         add_progress(total, 0)
         return done
 
-    def _read(self, unit: Unit, batches: _Batches) -> None:
+    def file(self, unit: int, name: str) -> Path:
+        """A file of a unit in the work folder."""
+        return self.folder / f"{unit:06d}.{name}"
+
+    def record(self, unit: int) -> UnitResult | None:
+        """The record of a unit that was finished earlier."""
+        try:
+            return UnitResult(**json.loads(self.file(unit, _RECORD).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self, unit: Unit, out: Mapping[str, IO[bytes]], report: Report) -> UnitResult:
+        """Tokenise one unit into its files."""
+        batches = _Batches(self.tokenizer, out["tokens"], report)
         problems: list[Problem] = []
         for chunk in unit.chunks:
             reader = Reader(self.inputs[chunk.input], chunk, self.field)
@@ -138,6 +130,9 @@ class Job:
                 break
         if problems:
             raise UserError(*problems)
+        out["ends"].write(np.array(batches.ends, dtype=ENDS).tobytes())
+        batches.done.documents = len(batches.ends)
+        return batches.done
 
 
 class _Batches:
@@ -150,7 +145,7 @@ class _Batches:
         self.dtype = DTYPES[dtype_for(tokenizer.vocab)]
         self.end = np.array([tokenizer.end], dtype=self.dtype)
         self.ends: list[int] = []
-        self.tokens = self.skipped = self.text_bytes = 0
+        self.done = UnitResult()
         self._reader: Reader | None = None
         self._parts: list[Part] = []
         self._characters = self._consumed = 0
@@ -159,11 +154,11 @@ class _Batches:
         self._reader = reader
         self._consumed += part.consumed
         if part.first and part.last and (not part.text or part.text.isspace()):
-            self.skipped += 1
+            self.done.skipped += 1
             return
         self._parts.append(part)
         self._characters += len(part.text)
-        if self._characters >= _BATCH:
+        if self._characters >= BATCH:
             self.flush()
 
     def drop(self) -> None:
@@ -173,23 +168,25 @@ class _Batches:
     def flush(self) -> None:
         if self._parts:
             texts = [part.text for part in self._parts]
-            self.text_bytes += sum(len(t) if t.isascii() else len(_utf8(t)) for t in texts)
-            before = self.tokens
+            self.done.text_bytes += sum(
+                len(t) if t.isascii() else len(t.encode("utf-8", "surrogatepass")) for t in texts
+            )
+            before = self.done.tokens
             arrays: list[NDArray[Any]] = []
             for part, ids in zip(self._parts, self._encode(texts), strict=True):
                 # A tokenizer that normalises may return no tokens for a text.
                 if part.first and part.last and not len(ids):
-                    self.skipped += 1
+                    self.done.skipped += 1
                     continue
                 arrays.append(ids)
-                self.tokens += len(ids)
+                self.done.tokens += len(ids)
                 if part.last:
                     arrays.append(self.end)
-                    self.tokens += 1
-                    self.ends.append(self.tokens)
+                    self.done.tokens += 1
+                    self.ends.append(self.done.tokens)
             if arrays:
                 self.out.write(np.concatenate(arrays, dtype=self.dtype).data)
-            self.report(self._consumed, self.tokens - before)
+            self.report(self._consumed, self.done.tokens - before)
         self.drop()
 
     def _encode(self, texts: list[str]) -> list[NDArray[Any]]:
@@ -210,10 +207,6 @@ class _Batches:
                 self._reader.refuse(part.place, message)
         if self._reader.problems:
             raise UserError(*self._reader.problems)
-
-
-def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", errors="surrogatepass")
 
 
 def run_units(job: Job, todo: Sequence[Unit], workers: int, before: int, progress: Report, finished: Finished) -> None:
