@@ -24,12 +24,12 @@ import pyarrow.parquet as pq
 from shardwise.files import cache_folder
 from shardwise.trace.reading.profile import Allocations, CommParams, Device, Events, Group, Profile, Shapes, Track
 
-FORMAT = 2
+FORMAT = 3
 """Version of the cache. Raise it whenever the parsed columns or their storage change."""
 
 TABLES: Mapping[str, Any] = {"events": Events, "comm_params": CommParams, "shapes": Shapes, "allocations": Allocations}
 _STAMP, _METADATA = b"shardwise.stamp", b"shardwise.metadata"
-_FIELDS = ("rank", "world", "base", "groups", "devices", "backend", "rank_known", "problems")
+_FIELDS = ("rank", "world", "base", "groups", "devices", "rank_known", "problems")
 
 
 class _Metadata(msgspec.Struct):
@@ -41,7 +41,6 @@ class _Metadata(msgspec.Struct):
     path: str
     groups: dict[str, Group]
     devices: tuple[Device, ...]
-    backend: str
     rank_known: bool
     problems: tuple[str, ...]
     names: tuple[str, ...]

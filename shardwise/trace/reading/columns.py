@@ -23,15 +23,14 @@ from shardwise.trace.reading.profile import (
     Shapes,
     Track,
 )
-from shardwise.trace.reading.records import Arguments, Instant, Metadata, Problems, Record, Scalar, Span, nanoseconds
+from shardwise.trace.reading.records import Arguments, Instant, Problems, Record, Scalar, Span, nanoseconds
 
 LONGEST_NAME = 1 << 14
 _ON_DEVICE = np.zeros(len(CODE), np.bool_)
 _ON_DEVICE[[CODE[kind] for kind in ("kernel", "copy", "set", "gpu_annotation", "sync")]] = True
-_OTHERS = frozenset((Instant, Metadata))
-_COMM_TEXTS = ("group", "description", "collective", "dtype", "ranks", "splits_in", "splits_out")
+_COMM_TEXTS = ("group", "description", "collective", "dtype", "ranks", "splits_in")
 _COMM_NUMBERS = ("elements_in", "elements_out", "size", "number", "source", "destination")
-_ALLOCATION_NUMBERS = ("bytes", "allocated", "reserved", "device_type", "device", "address")
+_ALLOCATION_NUMBERS = ("bytes", "allocated", "reserved", "device_type", "device")
 
 
 class Interned(dict[Any, int]):
@@ -54,8 +53,8 @@ class Columns:
         """By origin: category, process and thread."""
         self._track_of: list[int] = []
         self._streams: dict[int, tuple[int, int]] = {}
-        self._thread_names: dict[tuple[Any, Any], str] = {}
-        self._parts: list[tuple[NDArray[Any], ...]] = []
+        kinds = (np.int8, np.int32, np.int64, np.int64, np.int32, *[np.int64] * 3)
+        self._parts: list[tuple[NDArray[Any], ...]] = [tuple(np.zeros(0, kind) for kind in kinds)]
         self._comm_params: list[NDArray[np.int64]] = []
         self._shapes: list[NDArray[np.int64]] = []
         self._allocations: list[NDArray[np.int64]] = []
@@ -64,7 +63,7 @@ class Columns:
     def add(self, position: int, records: list[Record]) -> None:
         """Add a batch of events; `position` is the byte where it begins."""
         spans = [record for record in records if type(record) is Span]
-        self._add_others(position, [record for record in records if type(record) in _OTHERS])
+        self._add_allocations(position, [r for r in records if type(r) is Instant and r.name == "[memory]" and r.args])
         start, known = nanoseconds([span.ts for span in spans])
         if not known.all():
             self._problems.count("could not be read: no time (ts)", position, int((~known).sum()))
@@ -84,13 +83,8 @@ class Columns:
         origin = np.array([origins[span.cat, span.pid, span.tid] for span in spans], np.int32)
         kind, track = self._kinds_and_tracks(origin)
         self._record_streams(track, arguments)
-        external = whole([a.external for a in arguments])
-        if (external == NONE).any():
-            external = np.where(external == NONE, whole([a.external_before_1_12 for a in arguments]), external)
-        self._parts.append((
-            kind, name, start, np.maximum(duration, 0), track, whole([a.correlation for a in arguments]), external,
-            whole([a.sequence for a in arguments]), whole([a.forward_thread for a in arguments]),
-        ))  # fmt: skip
+        numbers = (whole(list(map(attrgetter(of), arguments))) for of in ("correlation", "sequence", "forward_thread"))
+        self._parts.append((kind, name, start, np.maximum(duration, 0), track, *numbers))
         self._add_shapes(arguments)
         self._add_comm_params(arguments, name)
         self._count += len(spans)
@@ -135,17 +129,12 @@ class Columns:
         numbers = (whole(list(map(attrgetter(name), some))) for name in _COMM_NUMBERS)
         self._comm_params.append(np.array([np.array(rows) + self._count, *words, *numbers], np.int64))
 
-    def _add_others(self, position: int, records: list[Instant | Metadata]) -> None:
-        """Add allocations and thread names."""
-        memory = [r for r in records if type(r) is Instant and r.name == "[memory]" and r.args is not None]
-        if memory:
-            time, known = nanoseconds([record.ts for record in memory])
+    def _add_allocations(self, position: int, records: list[Instant]) -> None:
+        if records:
+            time, known = nanoseconds([record.ts for record in records])
             self._problems.count("of memory could not be read: no time (ts)", position, int((~known).sum()))
-            numbers = [whole([getattr(record.args, column) for record in memory]) for column in _ALLOCATION_NUMBERS]
+            numbers = [whole([getattr(record.args, column) for record in records]) for column in _ALLOCATION_NUMBERS]
             self._allocations.append(np.stack([time, *numbers])[:, known])
-        for record in records:
-            if type(record) is Metadata and record.name == "thread_name" and record.args is not None:
-                self._thread_names[record.pid, record.tid] = str(record.args.name or "").strip()[:LONGEST_NAME]
 
     def absorb(self, later: Columns) -> None:
         """Add the columns of a later part of the same file."""
@@ -163,19 +152,19 @@ class Columns:
             self._parts.append((kind, names[name].astype(np.int32), start, duration, moved, *numbers))
         for number, stream in later._streams.items():
             self._streams.setdefault(int(tracks[number // 2]) * 2 + number % 2, stream)
-        self._thread_names |= later._thread_names
         self._shapes += [np.stack([event + self._count, shaped[inputs]]) for event, inputs in later._shapes]
-        words = len(_COMM_TEXTS) + 1
+        words = len(_COMM_TEXTS)
         for event, *numbers in later._comm_params:
-            own = [np.where(column >= 0, texts[column], NONE) for column in numbers[: words - 1]]
-            self._comm_params.append(np.stack([event + self._count, *own, *numbers[words - 1 :]]))
+            own = [np.where(column >= 0, texts[column], NONE) for column in numbers[:words]]
+            self._comm_params.append(np.stack([event + self._count, *own, *numbers[words:]]))
         self._allocations += later._allocations
         self._problems.absorb(later._problems)
         self._count += later._count
 
     def finish(self) -> tuple[Events, CommParams, Shapes, Allocations]:
         """The columns, sorted by time."""
-        kind, name, start, duration, track, *numbers = self._joined()
+        kind, name, start, duration, track, *numbers = map(np.concatenate, zip(*self._parts, strict=True))
+        self._parts = []
         order = np.argsort(start, kind="stable")
         ties = np.diff(start[order]) == 0
         if (ties & (np.diff(duration[order]) > 0)).any():
@@ -183,7 +172,7 @@ class Columns:
         used = np.flatnonzero(np.bincount(track))
         track = np.searchsorted(used, track)
         pairs = list(self._tracks)
-        correlation, external, sequence, forward_thread = (column[order] for column in numbers)
+        correlation, sequence, forward_thread = (column[order] for column in numbers)
         events = Events(
             kind=kind[order],
             name=name[order],
@@ -191,7 +180,6 @@ class Columns:
             duration=duration[order],
             track=track.astype(np.int32)[order],
             correlation=correlation,
-            external=external,
             sequence=sequence,
             forward_thread=forward_thread,
             names=tuple(text[:LONGEST_NAME] for text in self._names),
@@ -201,14 +189,6 @@ class Columns:
         position[order] = np.arange(len(order), dtype=np.int32)
         return events, self._finish_comm_params(position), self._finish_shapes(position), self._finish_allocations()
 
-    def _joined(self) -> list[NDArray[Any]]:
-        kinds = (np.int8, np.int32, np.int64, np.int64, np.int32, *[np.int64] * 4)
-        if not self._parts:
-            return [np.zeros(0, kind) for kind in kinds]
-        columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
-        self._parts = []
-        return columns
-
     def _track(self, number: int, pair: tuple[Any, Any]) -> Track:
         process, thread = pair
         stream, device = NONE, NONE
@@ -216,16 +196,13 @@ class Columns:
             stream, device = self._streams[number]
             stream = stream if stream >= 0 else max(_number(thread), 0)
             device = device if device >= 0 else max(_number(process), 0)
-        return Track(str(process), str(thread), self._thread_names.get(pair, ""), stream, device)
+        return Track(str(process), str(thread), stream, device)
 
     def _finish_comm_params(self, position: NDArray[np.int32]) -> CommParams:
         width = 1 + len(_COMM_TEXTS) + len(_COMM_NUMBERS)
         table = np.concatenate([np.zeros((width, 0), np.int64), *self._comm_params], axis=1)
-        event, group, description, collective, dtype, ranks, splits_in, splits_out, *numbers = _in_order(
-            table, position
-        )
-        short = (c.astype(np.int32) for c in (group, description, collective, dtype, ranks, splits_in, splits_out))
-        return CommParams(event.astype(np.int32), *short, *numbers, texts=tuple(self._comm_texts))  # type: ignore[misc]
+        table, words = _in_order(table, position), 1 + len(_COMM_TEXTS)
+        return CommParams(*table[:words].astype(np.int32), *table[words:], texts=tuple(self._comm_texts))  # type: ignore[misc]
 
     def _finish_shapes(self, position: NDArray[np.int32]) -> Shapes:
         table = np.concatenate(self._shapes, axis=1) if self._shapes else np.zeros((2, 0), np.int64)
@@ -237,7 +214,8 @@ class Columns:
         return Shapes(event.astype(np.int32), dims[inputs], types[inputs], values[inputs], decoded)
 
     def _finish_allocations(self) -> Allocations:
-        table = np.concatenate(self._allocations, axis=1) if self._allocations else np.zeros((7, 0), np.int64)
+        empty = np.zeros((1 + len(_ALLOCATION_NUMBERS), 0), np.int64)
+        table = np.concatenate([empty, *self._allocations], axis=1)
         return Allocations(*table[:, np.argsort(table[0], kind="stable")])
 
 

@@ -59,8 +59,6 @@ class Track(NamedTuple):
     process: str
     """`pid` of the file, which need not be a number."""
     thread: str
-    name: str
-    """The thread's name, "" when not given."""
     stream: int
     """Stream of a device, -1 for a thread."""
     device: int
@@ -82,9 +80,6 @@ class Device(NamedTuple):
 
     number: int
     name: str
-    multiprocessors: int
-    memory: int
-    """In bytes."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +98,6 @@ class Events:
     """Into `tracks`."""
     correlation: Integers
     """Correlation id, equal for a runtime call and the kernel, memcpy or memset it launched."""
-    external: Integers
-    """External id: the operator that a launch or kernel belongs to."""
     sequence: Integers
     """Autograd's sequence number, equal for a forward operator and its backward."""
     forward_thread: Integers
@@ -175,14 +168,13 @@ class CommParams:
     event: Indices
     """Into the events, sorted."""
     group: Indices
-    """Name of the process group. This and the next six columns index `texts`; -1: not given."""
+    """Name of the process group. This and the next five columns index `texts`; -1: not given."""
     description: Indices
     collective: Indices
     dtype: Indices
     ranks: Indices
     """Members of the group as the file writes them: "[0, 1]", with "..." where truncated."""
     splits_in: Indices
-    splits_out: Indices
     elements_in: Integers
     elements_out: Integers
     size: Integers
@@ -240,8 +232,6 @@ class Allocations:
     device_type: Integers
     """`c10::DeviceType`: 0 CPU, 1 CUDA and ROCm."""
     device: Integers
-    address: Integers
-    """Of the block; equal for its allocation and its free."""
 
     def __len__(self) -> int:
         return len(self.time)
@@ -264,8 +254,6 @@ class Profile:
     groups: Mapping[str, Group] = field(default_factory=dict)
     """Process groups by name."""
     devices: tuple[Device, ...] = ()
-    backend: str = ""
-    """The communication backend: nccl, gloo, …"""
     rank_known: bool = True
     """Whether the file or its name gives the rank; otherwise it is the first unused number."""
     problems: tuple[str, ...] = ()
@@ -277,7 +265,7 @@ class Profile:
         tracks = np.unique(self.events.track[self.events.of_kind(*DEVICE_KINDS)]).tolist()
         listed = {device.number: device for device in self.devices}
         numbers = sorted({self.events.tracks[track].device for track in tracks})
-        return tuple(listed.get(number, Device(number, "", NONE, NONE)) for number in numbers)
+        return tuple(listed.get(number, Device(number, "")) for number in numbers)
 
 
 def row_of(sorted_events: NDArray[np.integer], event: Integers) -> Integers:

@@ -110,8 +110,7 @@ def read_profile(
         shapes=shapes,
         allocations=allocations,
         groups=_groups(info.get("pg_config")),
-        devices=tuple(_devices(devices)),
-        backend=info["backend"] if isinstance(info.get("backend"), str) else "",
+        devices=tuple(Device(_whole(d.get("id")), str(d.get("name", ""))) for d in devices if isinstance(d, dict)),
         rank_known=known,
         problems=problems.sentences(),
     )
@@ -155,11 +154,11 @@ def _rank(info: dict[str, Any], path: Path) -> tuple[int, bool]:
 
 def _whole(value: Any) -> int:
     """An integer that may be written as text; `NONE` for anything else."""
-    if type(value) is int:  # as nearly always; a bool is none
-        return value if 0 <= value < 1 << 31 else NONE
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
-        value = int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31 else NONE
+    if type(value) is not int:  # as hardly ever; a bool is none
+        value = (
+            int(value) if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10 else NONE
+        )
+    return value if 0 <= value < 1 << 31 else NONE
 
 
 def _groups(config: Any) -> dict[str, Group]:
@@ -176,14 +175,6 @@ def _groups(config: Any) -> dict[str, Group]:
             str(entry.get("pg_desc") or ""), members, size if size >= 0 else len(members)
         )
     return groups
-
-
-def _devices(listed: list[Any]) -> list[Device]:
-    return [
-        Device(_whole(d.get("id")), str(d.get("name", "")), _whole(d.get("numSms")), memory)
-        for d in listed
-        if isinstance(d, dict) and isinstance(memory := d.get("totalGlobalMem", NONE), int)
-    ]
 
 
 ENDINGS = (".json", ".json.gz")

@@ -98,7 +98,6 @@ class Arguments(Struct, gc=False):
     """The used fields of an event's `args`."""
 
     # In the order of the files, since the decoder searches for each field from the one before.
-    external: int = field(default=NONE, name="External id")
     sequence: int = field(default=NONE, name="Sequence number")
     forward_thread: int = field(default=NONE, name="Fwd thread id")
     values: Raw = field(default=Raw(), name="Concrete Inputs")
@@ -113,14 +112,12 @@ class Arguments(Struct, gc=False):
     size: int = field(default=NONE, name="Group size")
     dtype: str | None = None
     splits_in: str | None = field(default=None, name="In split size")
-    splits_out: str | None = field(default=None, name="Out split size")
     group: Scalar = field(default=None, name="Process Group Name")
     description: str | None = field(default=None, name="Process Group Description")
     ranks: str | None = field(default=None, name="Process Group Ranks")
     number: int = field(default=NONE, name="Seq")
     source: int = field(default=NONE, name="Src Rank")
     destination: int = field(default=NONE, name="Dst Rank")
-    external_before_1_12: int = field(default=NONE, name="external id")
 
 
 class Span(Struct, gc=False, kw_only=True, tag_field="ph", tag="X"):
@@ -143,7 +140,6 @@ class MemoryArguments(Struct, gc=False):
     reserved: int = field(default=NONE, name="Total Reserved")
     device_type: int = field(default=NONE, name="Device Type")
     device: int = field(default=NONE, name="Device Id")
-    address: int = field(default=NONE, name="Addr")
 
 
 class Instant(Struct, gc=False, tag_field="ph", tag="i"):
@@ -154,33 +150,18 @@ class Instant(Struct, gc=False, tag_field="ph", tag="i"):
     args: MemoryArguments | None = None
 
 
-class NameArguments(Struct, gc=False):
-    """The name of a process or thread."""
-
-    name: Scalar = None
-
-
-class Metadata(Struct, gc=False, tag_field="ph", tag="M"):
-    """A metadata event; only thread names are used."""
-
-    name: str = ""
-    pid: Scalar = None
-    tid: Scalar = None
-    args: NameArguments | None = None
-
-
-# Flow events, counters, samples and the rest: their fields are skipped.
+# Flow events, names of threads, counters, samples and the rest: their fields are skipped.
 _SKIPPED = tuple(
     msgspec.defstruct(f"Skipped{number}", [], tag_field="ph", tag=phase, gc=False)
     for number, phase in enumerate(
-        ("s", "t", "f", "B", "E", "I", "b", "e", "n", "C", "P", "N", "O", "D", "R", "c", "v", "V")
+        ("s", "t", "f", "M", "B", "E", "I", "b", "e", "n", "C", "P", "N", "O", "D", "R", "c", "v", "V")
     )
 )
 
 Record = Any
-"""A `Span`, `Instant` or `Metadata`, or an empty record of a skipped event."""
+"""A `Span` or `Instant`, or an empty record of a skipped event."""
 
-_union: Any = Span | Instant | Metadata
+_union: Any = Span | Instant
 for _kind in _SKIPPED:
     _union = _union | _kind
 
