@@ -33,17 +33,15 @@ def is_report(path: Path) -> bool:
     """Whether this is a database that nsys wrote."""
     try:
         with path.open("rb") as file:
-            if file.read(len(SQLITE)) != SQLITE:
-                return False
+            return file.read(len(SQLITE)) == SQLITE
     except OSError:
         return False
-    return True
 
 
 def ranks(path: Path) -> list[ForeignRank]:
     """The processes of a report that used a device, by the first device of each."""
     try:
-        with closing(_open(path)) as base:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as base:
             tables = {row[0] for row in base.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")}
             if "StringIds" not in tables or not any(name.startswith("CUPTI_ACTIVITY") for name in tables):
                 why = (
@@ -51,13 +49,14 @@ def ranks(path: Path) -> list[ForeignRank]:
                 )
                 raise NoReport(Problem(why, where=str(path)))
             names = dict(base.execute("SELECT id, value FROM StringIds"))
-            devices = _devices(base, tables)
+            listed = _rows(base, "TARGET_INFO_GPU", {"id": "0", "name": "''"})
+            devices = [{"id": number, "name": name} for number, name in listed]
             spans: dict[int, list[Span]] = {}
             first: dict[int, int] = {}
-            for process, span in _device_spans(base, tables, names):
+            for process, span in _device_spans(base, names):
                 spans.setdefault(process, []).append(span)
                 first[process] = min(first.get(process, 1 << 30), span.process)
-            for process, span in _host_spans(base, tables, names):
+            for process, span in _host_spans(base, names):
                 if process in spans:
                     spans[process].append(span)
     except sqlite3.Error as e:
@@ -69,19 +68,12 @@ def ranks(path: Path) -> list[ForeignRank]:
     return [ForeignRank(iter(spans[process]), devices, None if one else rank) for rank, process in enumerate(order)]
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
-
-
-def _columns(base: sqlite3.Connection, table: str) -> set[str]:
-    return {row[1] for row in base.execute(f"PRAGMA table_info({table})")}
-
-
 def _rows(base: sqlite3.Connection, table: str, wanted: dict[str, str]) -> Iterator[tuple[Any, ...]]:
-    """Rows of a table; a column that this version does not have is its default."""
-    there = _columns(base, table)
+    """Rows of a table, if the report has it; a column that this version does not have is its default."""
+    there = {row[1] for row in base.execute(f"PRAGMA table_info({table})")}
     columns = [f'"{name}"' if name in there else f"{default} AS {name}" for name, default in wanted.items()]
-    yield from base.execute(f"SELECT {', '.join(columns)} FROM {table}")
+    if there:
+        yield from base.execute(f"SELECT {', '.join(columns)} FROM {table}")
 
 
 def _process(identifier: int) -> int:
@@ -89,66 +81,42 @@ def _process(identifier: int) -> int:
     return identifier >> 24 & 0xFFFFFF
 
 
-def _device_spans(base: sqlite3.Connection, tables: set[str], names: dict[int, str]) -> Iterator[tuple[int, Span]]:
-    common = {"start": "0", "end": "0", "deviceId": "0", "streamId": "0", "correlationId": "0", "globalPid": "0"}
-    if "CUPTI_ACTIVITY_KIND_KERNEL" in tables:
-        wanted = common | {"demangledName": "NULL", "shortName": "NULL"}
-        for start, end, device, stream, number, process, long, short in _rows(
-            base, "CUPTI_ACTIVITY_KIND_KERNEL", wanted
-        ):
-            name = names.get(long) or names.get(short) or "kernel"
-            yield _process(process), _on_device("kernel", name, start, end, device, stream, number)
-    if "CUPTI_ACTIVITY_KIND_MEMCPY" in tables:
-        wanted = common | {"bytes": "0", "copyKind": "0"}
-        for start, end, device, stream, number, process, size, kind in _rows(
-            base, "CUPTI_ACTIVITY_KIND_MEMCPY", wanted
-        ):
-            name = f"Memcpy {COPIES.get(kind, '')}".strip()
-            yield _process(process), _on_device("gpu_memcpy", name, start, end, device, stream, number, bytes=size)
-    if "CUPTI_ACTIVITY_KIND_MEMSET" in tables:
-        wanted = common | {"bytes": "0"}
-        for start, end, device, stream, number, process, size in _rows(base, "CUPTI_ACTIVITY_KIND_MEMSET", wanted):
-            yield _process(process), _on_device("gpu_memset", "Memset", start, end, device, stream, number, bytes=size)
+def _device_spans(base: sqlite3.Connection, names: dict[int, str]) -> Iterator[tuple[int, Span]]:
+    common = dict.fromkeys(("start", "end", "deviceId", "streamId", "correlationId", "globalPid"), "0")
+    wanted = common | {"demangledName": "NULL", "shortName": "NULL"}
+    for *place, long, short in _rows(base, "CUPTI_ACTIVITY_KIND_KERNEL", wanted):
+        yield _on_device("kernel", names.get(long) or names.get(short) or "kernel", *place)
+    for *place, size, kind in _rows(base, "CUPTI_ACTIVITY_KIND_MEMCPY", common | {"bytes": "0", "copyKind": "0"}):
+        yield _on_device("gpu_memcpy", f"Memcpy {COPIES.get(kind, '')}".strip(), *place, bytes=size)
+    for *place, size in _rows(base, "CUPTI_ACTIVITY_KIND_MEMSET", common | {"bytes": "0"}):
+        yield _on_device("gpu_memset", "Memset", *place, bytes=size)
 
 
 def _on_device(
-    category: str, name: str, start: int, end: int, device: int, stream: int, number: int, **more: Any
-) -> Span:
-    return Span(
-        category, name, start, end, device, stream, {"device": device, "stream": stream, "correlation": number, **more}
-    )
+    category: str, name: str, start: int, end: int, device: int, stream: int, number: int, process: int, **more: Any
+) -> tuple[int, Span]:
+    arguments = {"device": device, "stream": stream, "correlation": number, **more}
+    return _process(process), Span(category, name, start, end, device, stream, arguments)
 
 
-def _host_spans(base: sqlite3.Connection, tables: set[str], names: dict[int, str]) -> Iterator[tuple[int, Span]]:
-    if "CUPTI_ACTIVITY_KIND_RUNTIME" in tables:
-        wanted = {"start": "0", "end": "0", "globalTid": "0", "correlationId": "0", "nameId": "NULL"}
-        for start, end, thread, number, name in _rows(base, "CUPTI_ACTIVITY_KIND_RUNTIME", wanted):
-            called = _VERSION.sub("", names.get(name, "call"))
-            category = "cuda_driver" if called.startswith("cu") and not called.startswith("cuda") else "cuda_runtime"
+def _host_spans(base: sqlite3.Connection, names: dict[int, str]) -> Iterator[tuple[int, Span]]:
+    wanted = {"start": "0", "end": "0", "globalTid": "0", "correlationId": "0", "nameId": "NULL"}
+    for start, end, thread, number, name in _rows(base, "CUPTI_ACTIVITY_KIND_RUNTIME", wanted):
+        called = _VERSION.sub("", names.get(name, "call"))
+        category = "cuda_driver" if called.startswith("cu") and not called.startswith("cuda") else "cuda_runtime"
+        process = _process(thread)
+        yield process, Span(category, called, start, end, process, thread & 0xFFFFFF, {"correlation": number})
+    wanted = {"start": "0", "end": "NULL", "eventType": "59", "text": "NULL", "textId": "NULL", "globalTid": "0"}
+    for start, end, kind, text, identifier, thread in _rows(base, "NVTX_EVENTS", wanted):
+        said = text or names.get(identifier)
+        if kind in RANGES and end is not None and said:
             process = _process(thread)
-            yield process, Span(category, called, start, end, process, thread & 0xFFFFFF, {"correlation": number})
-    if "NVTX_EVENTS" in tables:
-        wanted = {"start": "0", "end": "NULL", "eventType": "59", "text": "NULL", "textId": "NULL", "globalTid": "0"}
-        for start, end, kind, text, identifier, thread in _rows(base, "NVTX_EVENTS", wanted):
-            said = text or names.get(identifier)
-            if kind in RANGES and end is not None and said:
-                process = _process(thread)
-                yield process, _annotation(said, start, end, process, thread & 0xFFFFFF)
+            yield process, Span(*_annotation(said), start, end, process, thread & 0xFFFFFF, {})
 
 
-def _annotation(text: str, start: int, end: int, process: int, thread: int) -> Span:
-    """An NVTX range: an operator, a step, or anything that a program names."""
+def _annotation(text: str) -> tuple[str, str]:
+    """Category and name of an NVTX range: an operator, a step, or anything that a program names."""
     if found := _OPERATOR.match(text):
-        return Span("cpu_op", found[1], start, end, process, thread, {})
-    if found := _STEP.fullmatch(text.strip()):
-        return Span("user_annotation", f"ProfilerStep#{found[1]}", start, end, process, thread, {})
-    return Span("user_annotation", text, start, end, process, thread, {})
-
-
-def _devices(base: sqlite3.Connection, tables: set[str]) -> list[dict[str, Any]]:
-    if "TARGET_INFO_GPU" not in tables:
-        return []
-    rows = _rows(base, "TARGET_INFO_GPU", {"id": "0", "name": "''", "smCount": "0", "totalMemory": "0"})
-    return [
-        {"id": number, "name": name, "numSms": count, "totalGlobalMem": memory} for number, name, count, memory in rows
-    ]
+        return "cpu_op", found[1]
+    found = _STEP.fullmatch(text.strip())
+    return "user_annotation", f"ProfilerStep#{found[1]}" if found else text

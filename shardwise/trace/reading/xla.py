@@ -105,13 +105,9 @@ def _from_trace(path: Path) -> dict[str, list[Line]]:
     """The lines of each device of a Chrome trace; times there are microseconds."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
-    processes: dict[int, str] = {}
-    threads: dict[tuple[int, int], str] = {}
-    for event in events:
-        if event.get("ph") == "M" and event.get("name") == "process_name":
-            processes[event["pid"]] = str(event["args"]["name"])
-        elif event.get("ph") == "M" and event.get("name") == "thread_name":
-            threads[event["pid"], event["tid"]] = str(event["args"]["name"])
+    named = [event for event in events if event.get("ph") == "M"]
+    processes = {e["pid"]: str(e["args"]["name"]) for e in named if e.get("name") == "process_name"}
+    threads = {(e["pid"], e["tid"]): str(e["args"]["name"]) for e in named if e.get("name") == "thread_name"}
     lines: dict[tuple[int, int], Line] = {}
     for event in events:
         if event.get("ph") != "X" or "/device:" not in processes.get(event["pid"], ""):
