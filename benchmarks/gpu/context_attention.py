@@ -64,7 +64,7 @@ def cases(length: int, ranks: int, rank: int, device: str) -> dict[str, Callable
         core = method(HEAD_DIM**-0.5, group)
         if isinstance(core, UlyssesAttention):
             core.masks = MaskBuilder(0)
-        mask = ContextMaskBuilder(0, ranks, name == "ulysses")(length // ranks, None, length, own[0].device)
+        mask = ContextMaskBuilder(0, ranks, name == "ulysses")(length // ranks, None, own[0].device)
         found[name] = lambda core=core, mask=mask: seconds(lambda: core(*own, mask), own)  # type: ignore[misc]
     whole = [made(length, heads) for heads in (HEADS // ranks, KV_HEADS // ranks, KV_HEADS // ranks)]
 

@@ -15,34 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.alibi import with_elements
 from shardwise.model.layers import Linear, Norm
 from shardwise.model.rope import Rope, apply_rope, softmax_scale_factor
-from shardwise.model.varlen import Mask, VarlenMask, varlen_attention
+from shardwise.model.varlen import Mask, VarlenMask, attention_mask, dense_attention, varlen_attention
 from shardwise.run import ModelConfig
-
-
-def attention_mask(
-    queries: int, documents: Tensor | None, keys: int, window: int, device: torch.device
-) -> Tensor | None:
-    """Which keys each of the last `queries` positions attends to, [batch or 1, 1, queries, keys], or None for causal attention.
-
-    `documents` [batch, keys] numbers the document of each position; attention stays inside a document.
-    """
-    if queries == keys and documents is None and not 0 < window < keys:
-        return None
-    key = torch.arange(keys, device=device)
-    query = key[keys - queries :, None]
-    mask = key <= query
-    if window:
-        mask = mask & (query - key < window)
-    mask = mask[None, None]
-    if documents is not None:
-        mask = mask & (documents[:, None, keys - queries :, None] == documents[:, None, None, :])
-    return mask
 
 
 class MaskBuilder(nn.Module):
@@ -54,28 +33,21 @@ class MaskBuilder(nn.Module):
         self.window = window
         self.varlen = varlen
 
-    def forward(self, queries: int, documents: Tensor | None, keys: int, device: torch.device) -> Mask:
-        cu_seqlens = documents if documents is not None and documents.dim() == 1 else None
-        windowed = self.varlen and documents is None and queries == keys and 0 < self.window < keys
-        if cu_seqlens is not None or windowed:
-            return VarlenMask(cu_seqlens, self.window if self.window < keys else 0)
-        return attention_mask(queries, documents, keys, self.window, device)
+    def forward(self, length: int, documents: Tensor | None, device: torch.device) -> Mask:
+        """`documents` numbers the document of each position, [batch, length], or says where they begin."""
+        window = self.window if self.window < length else 0
+        if documents is None and not window:
+            return None
+        if self.varlen if documents is None else documents.dim() == 1:
+            return VarlenMask(documents, window)
+        return attention_mask(length, documents, window, device)
 
 
 def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
     """Softmax attention of heads laid out [batch, sequence, heads, width]; None as mask means causal."""
     if isinstance(mask, VarlenMask):
         return varlen_attention(q, k, v, mask, scale)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=k.shape[2] != q.shape[2],
-    )
-    return out.transpose(1, 2)
+    return dense_attention(q, k, v, mask, scale)
 
 
 class DotProductAttention(nn.Module):

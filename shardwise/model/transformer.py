@@ -116,7 +116,7 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         length = positions.shape[1]
-        mask = None if cache is not None else self.mask_builder(length, documents, length, tokens.device)
+        mask = None if cache is not None else self.mask_builder(length, documents, tokens.device)
         x = self.embed_tokens(tokens, positions) if self.first else tokens
         rope = self.rope_builder(self.config, positions, x.dtype) if self.config.position != "learned" else None
         auxiliary = None

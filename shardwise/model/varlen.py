@@ -63,26 +63,40 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, varlen: VarlenMask, scale:
 
 def varlen_attention_reference(q: Tensor, k: Tensor, v: Tensor, varlen: VarlenMask, scale: float) -> Tensor:
     """The same attention, with a dense mask."""
+    return dense_attention(q, k, v, dense_mask(varlen, q.shape[0], q.shape[1], q.device), scale)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of heads [rows, length, heads, width] by a boolean for every pair, or causal where the mask is None."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    mask = dense_mask(varlen, q.shape[0], q.shape[2], q.device)
+    grouped = k.shape[1] != q.shape[1]
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
-    )  # fmt: skip
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
     return out.transpose(1, 2)
 
 
+def attention_mask(length: int, documents: Tensor | None, window: int, device: torch.device) -> Tensor:
+    """Which keys each query attends to, [rows or 1, 1, length, length]. `documents` [rows, length] numbers the document of each
+    position; attention stays inside a document."""
+    key = torch.arange(length, device=device)
+    query = key[:, None]
+    mask = key <= query
+    if window:
+        mask = mask & (query - key < window)
+    mask = mask[None, None]
+    if documents is not None:
+        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+    return mask
+
+
 def dense_mask(varlen: VarlenMask, rows: int, length: int, device: torch.device) -> Tensor:
-    """Which keys each query attends to [rows, 1, length, length]."""
-    position = torch.arange(length, device=device)
-    back = position[:, None] - position
-    mask = back >= 0
-    if varlen.window:
-        mask = mask & (back < varlen.window)
-    if varlen.cu_seqlens is None:
-        return mask.expand(rows, 1, length, length)
-    document = torch.searchsorted(varlen.cu_seqlens, torch.arange(rows * length, device=device), right=True)
-    document = document.view(rows, 1, length)
-    return mask & (document[..., :, None] == document[..., None, :])
+    """The same for documents that are given by where they begin."""
+    documents = None
+    if varlen.cu_seqlens is not None:
+        position = torch.arange(rows * length, device=device)
+        documents = torch.searchsorted(varlen.cu_seqlens, position, right=True).view(rows, length)
+    return attention_mask(length, documents, varlen.window, device)
 
 
 def _cu_seqlens(varlen: VarlenMask, q: Tensor) -> Tensor:

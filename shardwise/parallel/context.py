@@ -74,8 +74,8 @@ class ContextMaskBuilder(nn.Module):
         super().__init__()
         self.window, self.ranks, self.whole_rows = window, ranks, whole_rows
 
-    def forward(self, queries: int, documents: Tensor | None, keys: int, device: torch.device) -> ContextMask:
-        low = None if self.whole_rows else row_bounds(documents, self.window, queries * self.ranks, device)
+    def forward(self, length: int, documents: Tensor | None, device: torch.device) -> ContextMask:
+        low = None if self.whole_rows else row_bounds(documents, self.window, length * self.ranks, device)
         return ContextMask(documents, self.window, low)
 
 
@@ -227,7 +227,7 @@ class UlyssesAttention(nn.Module):
         places = zigzag_order(q.shape[1] * ranks, ranks).to(q.device)
         q, k, v = (self._to_heads(x, ranks).index_select(1, places.argsort()) for x in (q, k, v))
         length = q.shape[1]
-        out = self.inner(q, k, v, self.masks(length, mask.documents, length, q.device))
+        out = self.inner(q, k, v, self.masks(length, mask.documents, q.device))
         return self._to_sequence(out.index_select(1, places), ranks)
 
     def _swap(self, x: Tensor, ranks: int) -> Tensor:

@@ -73,7 +73,7 @@ def _begun(model: Transformer, tokens: Tensor, positions: Tensor | None, documen
         positions = torch.arange(length, device=tokens.device)[None]
     x = model.embed_tokens(tokens, positions)
     rope = model.rope_builder(model.config, positions, x.dtype) if model.config.position != "learned" else None
-    return Sample(x, rope, model.mask_builder(length, documents, length, tokens.device))
+    return Sample(x, rope, model.mask_builder(length, documents, tokens.device))
 
 
 def _quantize_block(block: Block, samples: list[Sample], settings: Settings, dtype: torch.dtype | None) -> None:

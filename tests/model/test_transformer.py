@@ -10,10 +10,11 @@ import torch.nn.functional as F
 
 from shardwise.data.batches import IGNORE_INDEX
 from shardwise.model import Transformer, initialize
-from shardwise.model.attention import DotProductAttention, attention_mask
+from shardwise.model.attention import DotProductAttention
 from shardwise.model.initialize import draw
 from shardwise.model.moe.layer import MoE, Router
 from shardwise.model.rope import rope_cos_sin, rope_frequencies
+from shardwise.model.varlen import attention_mask
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
 
@@ -82,16 +83,14 @@ def test_attention_is_softmax_of_products() -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize(("queries", "keys", "window"), [(6, 6, 3), (2, 7, 0), (2, 7, 4), (1, 5, 1)])
-def test_the_mask_is_causal_windowed_and_inside_documents(queries: int, keys: int, window: int) -> None:
-    documents = torch.tensor([[0, 0, 1, 1, 1, 2, 2][:keys]])
-    mask = attention_mask(queries, documents, keys, window, torch.device("cpu"))
-    assert mask is not None
-    for row in range(queries):
-        i = keys - queries + row
-        for j in range(keys):
+@pytest.mark.parametrize(("length", "window"), [(6, 3), (7, 0), (7, 4), (5, 1)])
+def test_the_mask_is_causal_windowed_and_inside_documents(length: int, window: int) -> None:
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2, 2][:length]])
+    mask = attention_mask(length, documents, window, torch.device("cpu"))
+    for i in range(length):
+        for j in range(length):
             may = j <= i and (not window or i - j < window) and documents[0, i] == documents[0, j]
-            assert bool(mask[0, 0, row, j]) == bool(may)
+            assert bool(mask[0, 0, i, j]) == bool(may)
 
 
 def test_targets_give_the_summed_loss_and_ignored_ones_do_not_count() -> None:

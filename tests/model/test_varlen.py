@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.measure.counts.work import varlen_pairs
-from shardwise.model.attention import MaskBuilder, attention_mask
+from shardwise.model.attention import MaskBuilder
 from shardwise.model.transformer import Transformer
-from shardwise.model.varlen import VarlenMask, cu_seqlens_of, dense_mask, varlen_attention
+from shardwise.model.varlen import VarlenMask, attention_mask, cu_seqlens_of, dense_mask, varlen_attention
 from shardwise.run import run_from_dict
 from shardwise.run.derive import uses_varlen_attention
 
@@ -36,7 +36,7 @@ def test_bounds_say_what_numbers_say(rows: int, length: int, mean: int, window: 
     assert cu_seqlens[-1] == rows * length
     varlen = VarlenMask(torch.from_numpy(cu_seqlens), window)
     seen = dense_mask(varlen, rows, length, CPU)
-    assert torch.equal(seen, attention_mask(length, torch.from_numpy(documents), length, window, CPU))  # type: ignore[arg-type]
+    assert torch.equal(seen, attention_mask(length, torch.from_numpy(documents), window, CPU))
     assert varlen_pairs(varlen, rows, length) == seen.sum()
 
 
@@ -54,9 +54,9 @@ def test_attention_and_gradients_are_those_of_a_mask(window: int, mean: int) -> 
         if bounds:
             out = varlen_attention(*heads, VarlenMask(cu_seqlens, window), 0.3)  # type: ignore[arg-type]
         else:
-            mask = attention_mask(length, numbers, length, window, CPU)
+            mask = attention_mask(length, numbers, window, CPU)
             q, k, v = (x.transpose(1, 2) for x in heads)
-            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=0.3, enable_gqa=True)
+            out = F.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True)
             out = out.transpose(1, 2)
         out.square().sum().backward()
         results.append((out, *(x.grad for x in heads)))
@@ -78,16 +78,15 @@ def test_a_network_takes_either() -> None:
 
 def test_when_there_is_a_mask() -> None:
     numbers = torch.zeros(2, 16, dtype=torch.int32)
-    for window, documents, queries, kind in (
-        (0, None, 16, type(None)),
-        (16, None, 16, type(None)),
-        (4, None, 16, VarlenMask),
-        (4, None, 1, torch.Tensor),  # one more token, after others
-        (4, numbers, 16, torch.Tensor),
-        (0, torch.tensor([0, 16, 32]), 16, VarlenMask),
+    for window, documents, kind in (
+        (0, None, type(None)),
+        (16, None, type(None)),
+        (4, None, VarlenMask),
+        (4, numbers, torch.Tensor),
+        (0, torch.tensor([0, 16, 32]), VarlenMask),
     ):
-        assert isinstance(MaskBuilder(window, varlen=True)(queries, documents, 16, CPU), kind)
-    assert isinstance(MaskBuilder(4)(16, None, 16, CPU), torch.Tensor)
+        assert isinstance(MaskBuilder(window, varlen=True)(16, documents, CPU), kind)
+    assert isinstance(MaskBuilder(4)(16, None, CPU), torch.Tensor)
 
 
 @pytest.mark.parametrize(

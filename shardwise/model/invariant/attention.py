@@ -61,7 +61,7 @@ class InvariantMaskBuilder(nn.Module):
         super().__init__()
         self.window = window
 
-    def forward(self, queries: int, documents: Tensor | None, keys: int, device: torch.device) -> VarlenMask:
+    def forward(self, length: int, documents: Tensor | None, device: torch.device) -> VarlenMask:
         if documents is not None and documents.dim() == 2:
             documents = torch.from_numpy(cu_seqlens_of(documents.cpu().numpy())).to(device)
         return VarlenMask(documents, self.window)
