@@ -10,7 +10,6 @@ sharded.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.model.layers import Linear, at_least_float32
 from shardwise.model.moe.layer import Experts, RowsOfExperts, ScaledRows, experts_of
-from shardwise.model.normal import mix64
+from shardwise.model.normal import key_of, mix64
 from shardwise.model.transformer import Transformer
 from shardwise.run import AdapterConfig
 
@@ -31,11 +30,6 @@ class TokenKeys:
     the step, the sample and the position in it, so every layout drops the same elements, and so does recomputation."""
 
     keys: Tensor | None = None
-
-
-def key_of(name: str) -> int:
-    """A random 64-bit number, derived from a name."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def without_a_share(x: Tensor, keys: Tensor, columns: Tensor, share: float) -> Tensor:

@@ -7,14 +7,13 @@ Initialization takes the memory of those slices and of one block of `normal.py`.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.normal import fill_normal
+from shardwise.model.normal import fill_normal, key_of
 from shardwise.run import AdapterConfig, ModelConfig
 from shardwise.run.parameters import find_parameter
 from shardwise.run.sections.adapter import NO_ADAPTER
@@ -58,9 +57,7 @@ def draw(
     std = config.init_std / (2 * config.layers) ** 0.5 if entry.init == "residual" else config.init_std
     if entry.init == "adapter":
         std = (3 * entry.shape[-1]) ** -0.5
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    key = int.from_bytes(digest, "little", signed=True)
-    fill_normal(values, std * factor, key, entry.shape, offset or (0,) * len(entry.shape), device)
+    fill_normal(values, std * factor, key_of(f"{seed}/{name}"), entry.shape, offset or (0,) * len(entry.shape), device)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ long in PyTorch's operators, which cannot compute the upper half of a 32-bit pro
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from math import prod
 
@@ -91,6 +92,11 @@ def _row_keys(rows: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor]:
     # The lower 32 bits of each word, as a signed integer.
     high, middle, low = (((word & 0xFFFFFFFF) ^ 0x80000000).sub_(0x80000000).int()[:, None] for word in words)
     return high, middle, low
+
+
+def key_of(name: str) -> int:
+    """A random 64-bit number, derived from a name."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def mix64(x: Tensor) -> Tensor:

@@ -305,30 +305,24 @@ class MoE(nn.Module):
         self, x: Tensor, weights: Tensor, chosen: Tensor, keys: Tensor | None = None
     ) -> Tensor:
         """The same in plain PyTorch operators."""
-        (tokens, k), experts = chosen.shape, self.router.config.experts
-        flat = chosen.flatten()
-        if self.router.config.expert_capacity:
-            return self._forward_within_capacity(x, weights, flat, keys)
-        order = flat.argsort(stable=True)
-        counts = torch.zeros(experts, dtype=flat.dtype, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+        (tokens, k), flat = chosen.shape, chosen.flatten()
+        # With a capacity, choices of weight 0 are not dispatched at all.
+        accepted = self.accepted(weights.detach().flatten()) if self.router.config.expert_capacity else None
+        routed = flat if accepted is None else flat[accepted]
+        order = routed.argsort(stable=True)
+        order = order if accepted is None else accepted[order]
+        counts = torch.zeros(self.router.config.experts, dtype=flat.dtype, device=flat.device)
+        counts = counts.scatter_add_(0, routed, torch.ones_like(routed))
         # Copy first, then permute: the gradient is a permutation too, and the sum over copies has a fixed order.
         copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
         keys = None if keys is None else keys[order // k]
         done = self.run_experts([copies.index_select(0, order)], counts, keys)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * k, device=x.device))
-        return self.combine(done.index_select(0, back).view(tokens, k, -1), weights)
-
-    def _forward_within_capacity(self, x: Tensor, weights: Tensor, flat: Tensor, keys: Tensor | None = None) -> Tensor:
-        """The same when experts have a capacity: choices of weight 0 are not dispatched at all."""
-        tokens, k = weights.shape
-        accepted = self.accepted(weights.detach().flatten())
-        order = accepted[flat[accepted].argsort(stable=True)]
-        counts = torch.zeros(self.router.config.experts, dtype=flat.dtype, device=flat.device)
-        counts = counts.scatter_add_(0, flat[accepted], torch.ones_like(accepted))
-        copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
-        keys = None if keys is None else keys[order // k]
-        done = self.run_experts([copies.index_select(0, order)], counts, keys)
-        return self.combine(torch.zeros_like(copies).index_copy(0, order, done).view(tokens, k, -1), weights)
+        if accepted is None:
+            back = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * k, device=x.device))
+            rows = done.index_select(0, back)
+        else:
+            rows = torch.zeros_like(copies).index_copy(0, order, done)
+        return self.combine(rows.view(tokens, k, -1), weights)
 
     def run_experts(self, rows: list[Tensor], counts: Tensor, keys: Tensor | None = None) -> Tensor:
         """Rows ordered by expert, `counts` of them for each, through those experts; rows beyond the counts belong to none.
