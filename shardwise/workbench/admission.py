@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import hmac
 import json
-import secrets
 from collections.abc import Iterable
+from typing import Any
 from urllib.parse import parse_qs
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 TOKEN_HEADER = b"x-shardwise-token"
@@ -25,9 +26,17 @@ SECURITY = (
 )
 
 
-def new_token() -> str:
-    """A token that nobody can guess."""
-    return secrets.token_urlsafe(24)
+def encoded(content: Any) -> bytes:
+    """Encode as JSON, which has no NaN or infinity."""
+    try:
+        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:
+        return encoded({"problems": [{"key": "", "message": "a number of this plan is not finite"}]})
+
+
+def refusal(status: int, why: str) -> Response:
+    """An error response: a status and a sentence."""
+    return Response(encoded({"problems": [{"message": why}]}), status, media_type="application/json")
 
 
 class Admission:
@@ -42,16 +51,14 @@ class Admission:
         if scope["type"] != "http":
             return
         reason = self._refusal(scope)
-        if reason is not None:
-            await _refuse(send, *reason)
-            return
+        app = self._app if reason is None else refusal(*reason)
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], *SECURITY]}
             await send(message)
 
-        await self._app(scope, receive, with_headers)
+        await app(scope, receive, with_headers)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers: dict[bytes, list[bytes]] = {}
@@ -76,10 +83,3 @@ class Admission:
             return False
         tokens: Iterable[bytes] = given or (each.encode("utf-8", "surrogatepass") for each in asked)
         return any(hmac.compare_digest(each, self._token) for each in tokens)
-
-
-async def _refuse(send: Send, status: int, why: str) -> None:
-    body = json.dumps({"problems": [{"message": why}]}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *SECURITY]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -14,7 +14,7 @@ from shardwise.plan.time.step import Prepared, Step, prepare, step_time
 from shardwise.plan.time.timeline import timeline
 from shardwise.report import html, words
 from shardwise.report.html import Quantity, Section
-from shardwise.run import PlannedRun, Run, UserError
+from shardwise.run import PlannedRun, UserError
 from shardwise.workbench.anatomy import blocks, mesh
 from shardwise.workbench.question import Base
 
@@ -81,10 +81,12 @@ def _answer(planned: PlannedRun) -> Planned:
     known = prepare(job)
     step = step_time(known)
     best = plan_job(run, job, step)
-    content = contents(best, planned)
-    errors = validated(best)
+    rollouts = (
+        {"rollouts": plan_rollouts(run, best.account.step_seconds).as_dict()} if run.objective.kind == "grpo" else {}
+    )
+    content = best.as_dict() | rollouts | {"not_set": planned.left_open}
     sections = {
-        "figures": html.key_figures(_with_errors(best, errors), _quantities(content)),
+        "figures": html.key_figures(_with_errors(best), _quantities(content)),
         "memory": html.memory_bars(best.account.memory),
         "time": html.breakdown_bar(best.account),
         "traffic": html.traffic_table(best.account.traffic),
@@ -94,27 +96,10 @@ def _answer(planned: PlannedRun) -> Planned:
     return Planned(best, content, sections, anatomy, (known, step))
 
 
-def contents(best: Plan, planned: PlannedRun) -> dict[str, Any]:
-    """The plan as `plan --json` prints it."""
-    return best.as_dict() | _rollouts(best.run, best) | {"not_set": planned.left_open}
-
-
-def _rollouts(run: Run, best: Plan) -> dict[str, Any]:
-    if run.objective.kind != "grpo":
-        return {}
-    return {"rollouts": plan_rollouts(run, best.account.step_seconds).as_dict()}
-
-
-def validated(best: Plan) -> tuple[float, float]:
-    """The factors of a predicted time between which 8 of 10 measured times lie."""
-    seconds = best.account.step_seconds
-    return best.low / seconds, best.high / seconds
-
-
-def _with_errors(best: Plan, errors: tuple[float, float]) -> list[tuple[str, str, str]]:
+def _with_errors(best: Plan) -> list[tuple[str, str, str]]:
     """The key figures; those that depend on a predicted time include its interval."""
-    low, high = errors
     account, cost = best.account, best.cost
+    low, high = best.low / account.step_seconds, best.high / account.step_seconds
     rate, days = account.tokens_per_second, cost.days * 86400
     between = {
         "speed": f"{words.count(rate / high)} to {words.rate(rate / low, 'tokens')}",

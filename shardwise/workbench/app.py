@@ -1,10 +1,13 @@
-"""The application: the routes of the server. Planning runs in this process, one question at a time; slow work runs in other
-processes (`aside.py`), so that controls respond at once meanwhile."""
+"""The application, and a server for it on this machine. Planning runs in this process, one question at a time; slow work runs in
+other processes (`aside.py`), so that controls respond at once meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import secrets
+import signal
+import webbrowser
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from threading import Lock
@@ -15,13 +18,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from shardwise.run import UserError, to_toml
-from shardwise.workbench.admission import MOST_BODY
+from shardwise.serve.event_loop import run_in_loop
+from shardwise.serve.server.address import QuietServer, open_socket
+from shardwise.serve.server.limits import Limits
+from shardwise.workbench.admission import MOST_BODY, Admission, encoded, refusal
 from shardwise.workbench.answer import Planned, answer
 from shardwise.workbench.aside import KINDS, Aside
 from shardwise.workbench.page import offline_page, watch_page, workbench_page
-from shardwise.workbench.question import Base, Keys, base_of, changes_of
+from shardwise.workbench.question import Base, Keys, base_of, changes_of, problems_of
 from shardwise.workbench.watch import Watch
 
 REMEMBERED = 256
@@ -30,6 +37,9 @@ POLICY = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+
+HOST = "127.0.0.1"
+LIMITS = Limits(body_bytes=MOST_BODY, head_bytes=32 * 2**10, connections=256)
 
 
 class Workbench:
@@ -69,19 +79,6 @@ class Workbench:
             if len(self._answers) > REMEMBERED:
                 self._answers.popitem(last=False)
             return self._answers[name]
-
-
-def problems_of(error: UserError) -> dict[str, Any]:
-    """The mistakes in a question, by key."""
-    return {"problems": [{"key": each.key, "message": each.message} for each in error.problems]}
-
-
-def encoded(content: Any) -> bytes:
-    """Encode as JSON, which has no NaN or infinity."""
-    try:
-        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-    except ValueError:
-        return encoded({"problems": [{"key": "", "message": "a number of this plan is not finite"}]})
 
 
 def make_app(bench: Workbench | None, watch: Watch | None = None) -> Starlette:
@@ -157,24 +154,14 @@ def make_app(bench: Workbench | None, watch: Watch | None = None) -> Starlette:
         Route("/api/page.html", asked(report), methods=["POST"]),
     ]
     if watch is not None:
-        routes += [
-            Route("/watch", watching, methods=["GET"]),
-            Route("/api/follow", asked(follow), methods=["POST"]),
-        ]
-    return application(routes)
-
-
-def application(routes: list[Route]) -> Starlette:
-    """An application of these routes, with a response for every error."""
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _nothing_there, Exception: _failed})
+        routes += [Route("/watch", watching, methods=["GET"]), Route("/api/follow", asked(follow), methods=["POST"])]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _refused, Exception: _failed})
     app.router.redirect_slashes = False
     return app
 
 
 def html_response(made: Callable[[str], str]) -> Response:
     """A page that runs only its own scripts: each has the nonce of this response."""
-    import secrets
-
     nonce = secrets.token_urlsafe(16)
     policy = POLICY.format(nonce=nonce)
     return Response(made(nonce), media_type="text/html", headers={"content-security-policy": policy})
@@ -184,45 +171,63 @@ def asked(function: Callable[[Any], Awaitable[Response]]) -> Callable[[Request],
     """An endpoint that takes a question as JSON; the mistakes in it are the answer."""
 
     async def endpoint(request: Request) -> Response:
-        content, refused = await body_of(request)
-        if refused is not None:
-            return refused
         try:
-            return await function(content)
+            return await function(await body_of(request))
         except UserError as e:
             return Response(encoded(problems_of(e)), media_type="application/json")
 
     return endpoint
 
 
-async def body_of(request: Request) -> tuple[Any, Response | None]:
-    """The JSON of a request's body, or the response that refuses it."""
+async def body_of(request: Request) -> Any:
+    """The JSON of a request's body."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        return None, refusal(415, "the body must be JSON")
+        raise HTTPException(415, "the body must be JSON")
     parts, size = [], 0
     try:
         async with asyncio.timeout(20):
             async for part in request.stream():
                 size += len(part)
                 if size > MOST_BODY:
-                    return None, refusal(413, f"a request has up to {MOST_BODY} bytes")
+                    raise HTTPException(413, f"a request has up to {MOST_BODY} bytes")
                 parts.append(part)
-        return json.loads(b"".join(parts)), None
+        return json.loads(b"".join(parts))
     except (ValueError, RecursionError):
-        return None, refusal(400, "the body is not JSON")
+        raise HTTPException(400, "the body is not JSON") from None
     except (TimeoutError, ClientDisconnect):
-        return None, refusal(408, "the body did not arrive")
+        raise HTTPException(408, "the body did not arrive") from None
 
 
-def refusal(status: int, why: str) -> Response:
-    """An error response: a status and a sentence."""
-    return Response(encoded({"problems": [{"message": why}]}), status, media_type="application/json")
-
-
-async def _nothing_there(request: Request, error: Exception) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return refusal(error.status_code, "there is nothing here" if error.status_code == 404 else str(error.detail))
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     return refusal(500, f"the planner failed: {type(error).__name__}")
+
+
+def serve_page(app: ASGIApp, what: str, port: int, opens: bool) -> None:
+    """Serve the application on a free or given port of this machine until Ctrl-C or SIGTERM. It prints its address in one line when
+    it is ready, and opens it in a browser if `opens`."""
+    listener = open_socket(HOST, port)
+    port = listener.getsockname()[1]
+    token = secrets.token_urlsafe(24)
+    address = f"http://{HOST}:{port}/?token={token}"
+
+    def ready() -> None:
+        print(f"{what} at {address}", flush=True)
+        if opens:
+            webbrowser.open(address)
+
+    server = QuietServer(Admission(app, token, port), LIMITS, 1.0, ready)
+
+    async def until_signalled() -> None:
+        def end() -> None:
+            server.should_exit = True
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, end)
+        await server.serve([listener])
+
+    run_in_loop(until_signalled())

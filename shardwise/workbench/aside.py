@@ -76,9 +76,8 @@ class Aside:
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """The answer to one question; the mistakes in a question are an answer, too."""
     from shardwise.run import UserError
-    from shardwise.workbench.changes import faster_changes, ranking
-    from shardwise.workbench.errors import memory_error
-    from shardwise.workbench.question import Base
+    from shardwise.workbench.changes import faster_changes, memory_error, ranking
+    from shardwise.workbench.question import Base, problems_of
 
     base, changes = Base(question["given"]), question["changes"]
     try:
@@ -86,7 +85,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
             return ranking(base, changes)
         return {"changes": faster_changes(base, changes), "memory_error": memory_error()}
     except UserError as e:
-        return {"problems": [{"key": each.key, "message": each.message} for each in e.problems]}
+        return problems_of(e)
 
 
 def main() -> None:

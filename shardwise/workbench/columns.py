@@ -57,10 +57,7 @@ class Series:
         full = self._x.count // BLOCK
         if full > self._blocks:
             first = self._blocks * BLOCK
-            block = self._y.values[first : full * BLOCK].reshape(-1, BLOCK)
-            rows = np.arange(first, full * BLOCK, BLOCK)
-            pair = np.stack([rows + _lowest(block), rows + _highest(block)], axis=1)
-            self._extremes.extend(np.sort(pair, axis=1).ravel())
+            self._extremes.extend(first + _extremes(self._y.values[first : full * BLOCK], BLOCK))
             self._blocks = full
 
     @property
@@ -89,17 +86,13 @@ def _thinned(shown: Array, y: Array, columns: int) -> Array:
     """The lowest and the highest point of each column of consecutive points, and the first and the last of all."""
     size = -(-len(shown) // columns)
     whole = len(shown) // size * size
-    block = y[:whole].reshape(-1, size)
-    rows = np.arange(0, whole, size)
-    pair = np.stack([rows + _lowest(block), rows + _highest(block)], axis=1)
-    rest = np.arange(whole, len(shown))
-    places = np.concatenate([[0], np.sort(pair, axis=1).ravel(), rest, [len(shown) - 1]])
+    places = np.concatenate([[0], _extremes(y[:whole], size), np.arange(whole, len(shown)), [len(shown) - 1]])
     return shown[np.unique(places)]
 
 
-def _lowest(block: Array) -> Array:
-    return np.argmin(np.where(np.isnan(block), np.inf, block), axis=1)
-
-
-def _highest(block: Array) -> Array:
-    return np.argmax(np.where(np.isnan(block), -np.inf, block), axis=1)
+def _extremes(y: Array, size: int) -> Array:
+    """Where the lowest and the highest point of each block of `size` points stand, in order."""
+    block, missing = y.reshape(-1, size), np.isnan(y).reshape(-1, size)
+    lowest, highest = np.where(missing, np.inf, block).argmin(axis=1), np.where(missing, -np.inf, block).argmax(axis=1)
+    pair = np.arange(0, len(y), size)[:, None] + np.stack([lowest, highest], axis=1)
+    return np.sort(pair, axis=1).ravel()

@@ -4,6 +4,7 @@ at the top with sliders; the rest are folded away by section."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any, Literal, get_args, get_origin
 
@@ -54,11 +55,11 @@ SLIDERS: dict[str, list[int]] = {
 def offered() -> list[Key]:
     """The keys that are controls, with their full names."""
     keys = all_keys()
-    return [_named(name, keys[name]) for name in keys if name not in WITHOUT_EFFECT and not name.startswith("serve.")]
-
-
-def _named(name: str, key: Key) -> Key:
-    return Key(name, key.type, key.default, key.meaning, key.least, key.above, key.most)
+    return [
+        replace(key, name=name)
+        for name, key in keys.items()
+        if name not in WITHOUT_EFFECT and not name.startswith("serve.")
+    ]
 
 
 def panel(run: Mapping[str, Any]) -> str:

@@ -11,9 +11,8 @@ from typing import Any
 
 from shardwise.run import UserError
 from shardwise.workbench.answer import answer
-from shardwise.workbench.changes import faster_changes, ranking
+from shardwise.workbench.changes import faster_changes, memory_error, ranking
 from shardwise.workbench.controls import FIRST, SLIDERS, choices, offered, value_at
-from shardwise.workbench.errors import memory_error
 from shardwise.workbench.page import workbench_page
 from shardwise.workbench.question import Base, Keys
 
@@ -25,7 +24,7 @@ LEFT_OUT = ("model.preset", "cluster.chip", "objective.kind", "adapter.kind")
 """Controls that would make it another run."""
 
 
-def export_page(base: Base, told: Callable[[str], None] = lambda text: None) -> str:
+def export_page(base: Base, told: Callable[[str], None]) -> str:
     """The exported page."""
     first = answer(base, {}).whole()
     changes = faster_changes(base, {})

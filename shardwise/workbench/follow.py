@@ -33,7 +33,9 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._seen: tuple[int, int] = (-1, -1)
-        self._at, self._before, self._more = 0, b"", False
+        self._at, self._before = 0, b""
+        self.more = False
+        """Whether the file may continue where the last read stopped."""
 
     def read(self) -> tuple[list[bytes], bool]:
         """New lines, at most some MiB of them, and whether the file has been replaced, so that they are its first."""
@@ -41,7 +43,7 @@ class Tail:
             now = os.stat(self.path)
         except OSError:
             return [], False
-        if (now.st_size, now.st_mtime_ns) == self._seen and not self._more:
+        if (now.st_size, now.st_mtime_ns) == self._seen and not self.more:
             return [], False
         try:
             with open(self.path, "rb") as file:
@@ -54,17 +56,12 @@ class Tail:
                 content = file.read(CHUNK)
         except OSError:
             return [], False
-        self._more = len(content) == CHUNK
+        self.more = len(content) == CHUNK
         self._seen = (now.st_size, now.st_mtime_ns)
         whole = content.rfind(b"\n") + 1
         self._at += whole
         self._before = (self._before + content[:whole])[-REMEMBERED:]
         return content[:whole].split(b"\n")[:-1], again
-
-    @property
-    def more(self) -> bool:
-        """Whether the file may continue where the last read stopped."""
-        return self._more
 
 
 class FollowedRun:

@@ -107,7 +107,7 @@ def watch_page(name: str, nonce: str) -> str:
     return document("Watch", body, {}, ("uplot/uPlot.iife.min.js", "watch.js"), nonce)
 
 
-def _header(name: str, watched: bool = False) -> str:
+def _header(name: str, watched: bool) -> str:
     buttons = "".join(
         f'<button type="button" data-action="{action}" data-tip="{escape(tip)}">{label}</button>'
         for action, label, tip in (

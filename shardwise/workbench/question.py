@@ -122,5 +122,10 @@ def changes_of(content: Any) -> Keys:
     return found
 
 
+def problems_of(error: UserError) -> dict[str, Any]:
+    """The mistakes in a question, by key."""
+    return {"problems": [{"key": each.key, "message": each.message} for each in error.problems]}
+
+
 def _own_chip(name: str, value: Any) -> bool:
     return name == "cluster.chip" and text_of(value).strip().lower().endswith(".toml")

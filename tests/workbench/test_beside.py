@@ -16,8 +16,7 @@ from shardwise.run import UserError
 from shardwise.run.coordinates import RankCoordinates
 from shardwise.workbench.answer import answer
 from shardwise.workbench.aside import Aside
-from shardwise.workbench.changes import faster_changes, keys_of, neighbours, ranking, with_layout
-from shardwise.workbench.errors import memory_error
+from shardwise.workbench.changes import faster_changes, keys_of, memory_error, neighbours, ranking, with_layout
 from shardwise.workbench.question import Base, base_of
 
 SMALL = [

@@ -30,10 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Serve the page until stopped, or write it to a file."""
-    from shardwise.workbench.app import Workbench, make_app
+    from shardwise.workbench.app import Workbench, make_app, serve_page
     from shardwise.workbench.changes import with_layout
     from shardwise.workbench.question import base_of
-    from shardwise.workbench.server import serve_page
 
     if args.run and not args.export and Path(args.run).is_dir():
         from shardwise.workbench.watch import Watch

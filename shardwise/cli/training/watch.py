@@ -21,8 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Serve the page until stopped."""
-    from shardwise.workbench.app import make_app
-    from shardwise.workbench.server import serve_page
+    from shardwise.workbench.app import make_app, serve_page
     from shardwise.workbench.watch import Watch
 
     serve_page(make_app(None, Watch(args.folder)), "watching", args.port, not args.no_open)
