@@ -26,6 +26,7 @@ from shardwise.parallel.compress.exchange import Exchange
 from shardwise.parallel.local_parameter import (
     LocalParameter,
     holds_first_slice,
+    leaves,
     local,
     local_box,
     replica_index,
@@ -35,7 +36,6 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.outer import Outer
 from shardwise.run import Run
 from shardwise.run.parameters import shard_bounds
-from shardwise.torch_private import is_persistent
 
 SMALLEST = 1 << 20  # bytes; ranks that hold the same shard divide it into shares of at least this size
 
@@ -149,10 +149,7 @@ def buffers(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """The state of a network's stages besides their parameters: the routers' selection biases. Every rank of a stage has all of
     them."""
     for model in models:
-        for prefix, module in model.named_modules():
-            for leaf, buffer in module.named_buffers(recurse=False):
-                if is_persistent(module, leaf):
-                    yield (f"{prefix}.{leaf}" if prefix else leaf), buffer
+        yield from ((name, buffer) for name, _, _, buffer in leaves(model) if not isinstance(buffer, nn.Parameter))
 
 
 def random_states(state: State) -> Iterator[tuple[str, Tensor]]:

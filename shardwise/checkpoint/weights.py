@@ -16,6 +16,7 @@ from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.quantized.rounding import round_matrix
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.inference import Peers, build_share
+from shardwise.parallel.local_parameter import allocate_buffers
 from shardwise.run import ModelConfig, Problem, Run, UserError, read_run
 from shardwise.run.parameters import HEAD, find_parameter
 from shardwise.run.weights import FORMATS, WeightFormat, form_of, is_reduced
@@ -67,10 +68,7 @@ def load_model(
 def _put(model: Transformer, state: dict[str, torch.Tensor], device: torch.device | str) -> Transformer:
     """Assign tensors to a network on the meta device."""
     model.load_state_dict(state, assign=True)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:  # not part of a checkpoint
-                setattr(module, name, torch.zeros_like(buffer, device=device))
+    allocate_buffers(model, device)  # what is not part of a checkpoint
     return model.eval()
 
 

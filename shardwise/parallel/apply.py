@@ -29,7 +29,7 @@ from shardwise.parallel.activations.swap import Swap
 from shardwise.parallel.asynchronous import AsynchronousPipeline
 from shardwise.parallel.context import apply_context
 from shardwise.parallel.expert import apply_expert
-from shardwise.parallel.local_parameter import LocalParameter, local_slice
+from shardwise.parallel.local_parameter import LocalParameter, allocate_buffers, leaves, local_slice
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
 from shardwise.parallel.pipeline import Pipeline, Stage, split_backward
@@ -51,7 +51,7 @@ from shardwise.run.parameters import Cut, Parameter, find_parameter, matrix_of
 from shardwise.run.parametrization import initial_factor
 from shardwise.run.sections.adapter import NF4_BLOCK
 from shardwise.schedules import Schedule, make_schedule
-from shardwise.torch_private import cache_custom_autograd_functions, is_persistent, sharded_parameters
+from shardwise.torch_private import cache_custom_autograd_functions, sharded_parameters
 
 
 @dataclass
@@ -164,19 +164,12 @@ def compiled(forward: Callable[..., Any], *, accumulates: bool, gathers: bool) -
     return torch.compile(forward, options=options or None)
 
 
-def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Every parameter: its full name, the module that holds it, its name in that module."""
-    return [
-        (f"{path}.{leaf}" if path else leaf, owner, leaf, parameter)
-        for path, owner in model.named_modules()
-        for leaf, parameter in owner.named_parameters(recurse=False)
-    ]
-
-
 def _cut(model: nn.Module, run: Run, mesh: Mesh, frozen: bool) -> None:
     """Reduce each parameter to this rank's slice along the tensor and expert axes, still on the meta device."""
     high = torch.float64 if run.train.dtype == "float64" else torch.float32
-    for name, owner, leaf, _ in _parameters(model):
+    for name, owner, leaf, parameter in leaves(model):
+        if not isinstance(parameter, nn.Parameter):
+            continue
         entry = find_parameter(run.model, name, run.adapter)
         size = box_of(entry.shape, entry.cuts(run.layout), mesh).size
         dtype = getattr(torch, entry.dtype or run.train.dtype) if frozen or entry.frozen else high
@@ -189,7 +182,9 @@ def _materialize(model: nn.Module, run: Run, mesh: Mesh, device: torch.device) -
     """Allocate this rank's slices of the parameters and set their initial values; set buffers to zero."""
     sharded = {(each.module, each.name): each for m in sharded_modules(model) for each in sharded_parameters(m)}
     drawn = Quantizer(lambda name: _whole(run, name, device), run.adapter.double_quantization)
-    for name, owner, leaf, parameter in _parameters(model):
+    for name, owner, leaf, parameter in leaves(model):
+        if not isinstance(parameter, nn.Parameter):
+            continue
         entry = find_parameter(run.model, name, run.adapter)
         shard = _shard(entry, parameter)
         cuts = entry.cuts(run.layout)
@@ -207,10 +202,7 @@ def _materialize(model: nn.Module, run: Run, mesh: Mesh, device: torch.device) -
         draw(
             values, run.model, run.train.seed, name, box_of(entry.shape, cuts, mesh).offset, device, run.adapter, factor
         )
-    for owner in model.modules():
-        for leaf, buffer in list(owner.named_buffers(recurse=False)):
-            if buffer.is_meta:
-                owner.register_buffer(leaf, torch.zeros_like(buffer, device=device), is_persistent(owner, leaf))
+    allocate_buffers(model, device)
 
 
 def _whole(run: Run, name: str, device: torch.device) -> Tensor:

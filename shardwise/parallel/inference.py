@@ -31,11 +31,11 @@ from shardwise.model.layers import FeedForward, Linear
 from shardwise.model.moe.layer import MoE
 from shardwise.model.moe.ops import combine, combine_weighted, dispatch, has_fused_kernels, sort_by_expert
 from shardwise.model.transformer import Block, Transformer, make_stage
+from shardwise.parallel.local_parameter import allocate_buffers, leaves
 from shardwise.parallel.p2p import irecv, isend
 from shardwise.run import LayoutConfig, ModelConfig
-from shardwise.run.parameters import Parameter, find_parameter
+from shardwise.run.parameters import find_parameter
 from shardwise.run.served import ServingRank
-from shardwise.torch_private import is_persistent
 
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 """Returns the box of a named tensor of the full model, given its offset and size."""
@@ -194,10 +194,7 @@ class InvariantExpertShareMoE(ExpertShareMoE):
     """The same with the bits of one device: ranks exchange the results of single choices, to which no other rank adds. Experts are
     uncut, and every rank computes the shared ones, or its columns of them."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, chosen, auxiliary = self.router(x)
-        out = self.forward_routed(x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1)).view_as(x)
-        return (out if self.shared is None else out + self.shared(x)), auxiliary
+    forward = MoE.forward  # nothing is left to sum
 
     def forward_routed(self, x: Tensor, weights: Tensor, chosen: Tensor, keys: Tensor | None = None) -> Tensor:
         """Run each token [tokens, hidden] through its experts on any rank, and sum by weight in the order of its choices."""
@@ -215,35 +212,15 @@ def build_share(
     place = peers.place
     stage, stages = place.stage, place.layout.pipeline
     model = make_stage(config, dtype, layers[stage], stage == 0, stage == stages - 1)
-    for name, owner, leaf in _leaves(model):
-        values = read(name, *place.box(_entry(config, name, owner, leaf)))
-        if leaf in owner._parameters:
+    for name, owner, leaf, tensor in leaves(model):
+        if isinstance(tensor, nn.Parameter):
+            values = read(name, *place.box(find_parameter(config, name)))
             owner.register_parameter(leaf, nn.Parameter(values, requires_grad=False))
-        else:
-            owner.register_buffer(leaf, values)
-    for owner in model.modules():
-        for leaf, buffer in list(owner.named_buffers(recurse=False)):
-            if buffer.is_meta:  # not part of a checkpoint
-                owner.register_buffer(leaf, torch.zeros_like(buffer, device=device), persistent=False)
+        else:  # every rank holds all of it
+            owner.register_buffer(leaf, read(name, (0,) * tensor.ndim, tuple(tensor.shape)))
+    allocate_buffers(model, device)  # what is not part of a checkpoint
     _put_on(model, peers)
     return model.eval()
-
-
-def _leaves(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Every parameter and every saved buffer: its full name, the module that holds it, its name in that module."""
-    found = []
-    for path, owner in model.named_modules():
-        saved = [leaf for leaf, _ in owner.named_buffers(recurse=False) if is_persistent(owner, leaf)]
-        for leaf in [leaf for leaf, _ in owner.named_parameters(recurse=False)] + saved:
-            found.append((f"{path}.{leaf}" if path else leaf, owner, leaf))
-    return found
-
-
-def _entry(config: ModelConfig, name: str, owner: nn.Module, leaf: str) -> Parameter:
-    """The entry of a parameter, or of a buffer, which every rank holds in full."""
-    if leaf in owner._parameters:
-        return find_parameter(config, name)
-    return Parameter(name, tuple(owner._buffers[leaf].shape), "router")  # type: ignore[union-attr]
 
 
 def _put_on(model: Transformer, peers: Peers) -> None:

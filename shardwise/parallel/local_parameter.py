@@ -19,6 +19,25 @@ from shardwise.model.compute_copy import ComputeCopy
 from shardwise.parallel.mesh import Mesh
 from shardwise.run.boxes import Box, box_of
 from shardwise.run.parameters import Cut, Parameter
+from shardwise.torch_private import is_persistent
+
+
+def leaves(model: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:
+    """Every parameter and every saved buffer, with its full name, the module that holds it, and its name in that module."""
+    return [
+        (f"{path}.{leaf}" if path else leaf, owner, leaf, tensor)
+        for path, owner in model.named_modules()
+        for leaf, tensor in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False))
+        if is_persistent(owner, leaf)
+    ]
+
+
+def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:
+    """Give buffers that are still on the meta device zeros on this one."""
+    for owner in model.modules():
+        for leaf, buffer in owner.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(owner, leaf, torch.zeros_like(buffer, device=device))
 
 
 def local(x: Tensor) -> Tensor:
