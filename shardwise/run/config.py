@@ -7,7 +7,7 @@ A 0 that means "derived" is filled in by `shardwise.run.derive`, so a resolved r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_type_hints
 
 from shardwise.run.sections.adapter import AdapterConfig
@@ -363,7 +363,7 @@ class Run:
         return self.train.global_batch * self.train.seq_len
 
 
-SECTIONS: dict[str, type] = {name: section for name, section in get_type_hints(Run).items() if is_dataclass(section)}
+SECTIONS: dict[str, type] = {name: section for name, section in get_type_hints(Run).items() if name != "name"}
 
 
 def all_keys() -> dict[str, Key]:
