@@ -6,31 +6,21 @@ a parabola depends on sizes far from the lowest. Where compute differs a little,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.scale.fit import LEVEL, Fit
+from shardwise.scale.fit import Fit, Interval
 from shardwise.scale.laws import LAWS
 from shardwise.scale.minimize import Array
-from shardwise.scale.points import Points
+from shardwise.scale.points import Points, groups
 
 SAME_COMPUTE, ALIKE = 0.01, 0.25
 """Runs whose log FLOPs differ by no more than this have the same compute, or about the same."""
 _RESAMPLED = 100
 
 
-@dataclass(frozen=True)
-class Exponent:
-    """a of N ~ C^a; tokens then grow with C^(1 - a)."""
-
-    value: float
-    low: float
-    high: float
-
-
-def approaches(fitted: Fit, seed: int = 0) -> dict[str, Exponent]:
-    """The exponent by each approach that the runs allow."""
+def approaches(fitted: Fit, seed: int = 0) -> dict[str, Interval]:
+    """The exponent a of N ~ C^a by each approach that the runs allow; tokens then grow with C^(1 - a)."""
     random = np.random.default_rng(seed)
     every = fitted.points.beside(fitted.left_out)  # an outlier of the law may still be the best of its compute
     found = {}
@@ -46,40 +36,21 @@ def approaches(fitted: Fit, seed: int = 0) -> dict[str, Exponent]:
     if {"alpha", "beta"} <= set(best):
         rows = [LAWS[fitted.law.name].coefficients(row.tolist(), fitted.x0, fitted.y0) for row in fitted.law.draws]
         drawn = [row["beta"] / (row["alpha"] + row["beta"]) for row in rows]
-        found["law"] = _exponent(best["beta"] / (best["alpha"] + best["beta"]), drawn)
+        found["law"] = Interval.of(best["beta"] / (best["alpha"] + best["beta"]), drawn)
     return found
 
 
-def _exponent(value: float, drawn: list[float]) -> Exponent:
-    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]) if drawn else (value, value)
-    return Exponent(value, float(low), float(high))
-
-
-def _resampled(function: Callable[[Points], float], points: Points, random: np.random.Generator) -> Exponent | None:
+def _resampled(function: Callable[[Points], float], points: Points, random: np.random.Generator) -> Interval | None:
     value = function(points)
     if not np.isfinite(value):
         return None
     drawn = [function(points.chosen(random.integers(0, len(points), len(points)))) for _ in range(_RESAMPLED)]
-    return _exponent(value, [each for each in drawn if np.isfinite(each)])
-
-
-def _groups(points: Points, apart: float = ALIKE) -> list[np.ndarray]:
-    """Groups of runs whose log FLOPs differ by no more than `apart`."""
-    order = np.argsort(points.flops)
-    logs = np.log(points.flops[order])
-    groups: list[list[int]] = []
-    start = -np.inf
-    for at, value in zip(order, logs, strict=True):
-        if value > start + apart:
-            groups.append([])
-            start = value
-        groups[-1].append(int(at))
-    return [np.array(group) for group in groups]
+    return Interval.of(value, [each for each in drawn if np.isfinite(each)])
 
 
 def _envelope(points: Points) -> float:
     """Approach 1, with final losses: the run with the lowest loss for each amount of compute."""
-    best = [group[points.loss[group].argmin()] for group in _groups(points) if len(group) >= 3]
+    best = [group[points.loss[group].argmin()] for group in groups(points.flops, ALIKE) if len(group) >= 3]
     return _slope(points.flops[best], points.params[best]) if len(best) >= 4 else np.nan
 
 
@@ -95,7 +66,7 @@ def _parabolas(points: Points) -> float:
 
 def _lowest_points(points: Points, apart: float, lowest: Callable[[Array, Array], float]) -> float:
     flops, sizes = [], []
-    for group in _groups(points, apart):
+    for group in groups(points.flops, apart):
         ordered = group[np.argsort(points.params[group])]
         x, y = np.log(points.params[ordered]), np.log(points.loss[ordered])
         if len(np.unique(x)) < 5:

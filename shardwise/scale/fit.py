@@ -7,14 +7,14 @@ predicts those. The same errors determine how wide an interval must be.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from shardwise.run.problems import UserError
-from shardwise.scale.laws import LAWS, Law
+from shardwise.scale.laws import LAWS, Law, log_loss
 from shardwise.scale.minimize import Array, Minima, Objective, minimize
-from shardwise.scale.points import Points
+from shardwise.scale.points import Points, groups
 from shardwise.scale.published import EXPONENTS
 
 DELTA = 1e-3
@@ -28,6 +28,8 @@ EXPONENT, SPREAD = float(np.mean(EXPONENTS)), 3 * float(np.std(EXPONENTS))
 five runs that scatter by `SCATTER`, the loss at three times the size is predicted with a root mean square error of 2%, and of 3%
 without it, if the true exponent is between 0.25 and 0.4; beyond, the prior gains little."""
 LEVEL = 0.9
+ENDS = (1 - LEVEL) / 2, (1 + LEVEL) / 2
+"""The share of an interval, and the quantiles at its ends."""
 _AGREE = 1e-6
 _HELD_OUT = 0.3
 
@@ -67,6 +69,21 @@ class Fit:
 
 
 @dataclass(frozen=True)
+class Interval:
+    """A value, and the interval that contains 90% of those from resampled points."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, value: float, drawn: list[float]) -> Interval:
+        """From the values of resampled points; without any, the interval is the value."""
+        low, high = np.quantile(drawn, ENDS) if drawn else (value, value)
+        return cls(value, float(low), float(high))
+
+
+@dataclass(frozen=True)
 class Prediction:
     """A loss with the interval that should contain 90% of measured losses."""
 
@@ -96,9 +113,10 @@ def fit(
     keep = _kept(points, forms, x0, y0, seed)
     kept = points.chosen(keep)
     found, errors, notes = [], {}, []
-    usable = [name for name in forms if _sizes(kept) >= LAWS[name].sizes]
+    sizes = len(groups(kept.params, 0.1))  # within a tenth of each other they count once
+    usable = [name for name in forms if sizes >= LAWS[name].sizes]
     for name in set(forms) - set(usable):
-        notes.append(f"{name} needs {LAWS[name].sizes} sizes of model, and there are {_sizes(kept)}: it was not fitted")
+        notes.append(f"{name} needs {LAWS[name].sizes} sizes of model, and there are {sizes}: it was not fitted")
     if not usable:
         raise UserError(*notes)
     for name in usable:
@@ -112,8 +130,8 @@ def fit(
         name: float(np.mean([np.abs(error).mean() for error, _ in each])) if each else np.nan
         for name, each in errors.items()
     }
-    ordered = sorted(found, key=lambda law: (np.isnan(scores[law.name]), scores[law.name]))
-    laws = [FittedLaw(law.name, law.theta, law.draws, law.starts, law.agree, scores[law.name]) for law in ordered]
+    scored = [replace(law, held_out=scores[law.name]) for law in found]
+    laws = sorted(scored, key=lambda law: (np.isnan(law.held_out), law.held_out))
     residuals = np.log(kept.loss) - _evaluate(laws[0].name, laws[0].theta[None], kept, x0, y0)[0]
     widening = _widening(errors[laws[0].name])
     if not folds:
@@ -123,17 +141,17 @@ def fit(
 
 def predict(fitted: Fit, params: float, tokens: float, seed: int = 0) -> Prediction:
     """The loss of a model, with an interval that covers resampled coefficients, other forms, and the scatter of single runs."""
-    x, y = np.log(np.array([params])) - fitted.x0, np.log(np.array([tokens])) - fitted.y0
-    best = float(LAWS[fitted.law.name].evaluate(fitted.law.theta[None], x, y, slope=False)[0][0, 0])
+    at = np.array([params]), np.array([tokens]), fitted.x0, fitted.y0
+    best = float(log_loss(fitted.law.name, fitted.law.theta, *at)[0, 0])
     random = np.random.default_rng(seed)
     drawn = np.concatenate(
         [
-            LAWS[law.name].evaluate(law.draws, x, y, slope=False)[0][: round(share * len(law.draws)), 0]
+            log_loss(law.name, law.draws, *at)[: round(share * len(law.draws)), 0]
             for law, share in zip(fitted.laws, _shares(fitted.laws), strict=True)
         ]
     )
     drawn = drawn + random.choice(np.concatenate([fitted.residuals, -fitted.residuals]), len(drawn))
-    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(drawn, ENDS)
     low, high = best - fitted.widening * max(0.0, best - low), best + fitted.widening * max(0.0, high - best)
     return Prediction(float(np.exp(best)), float(np.exp(low)), float(np.exp(high)))
 
@@ -152,16 +170,6 @@ def warnings(fitted: Fit, params: float, tokens: float) -> list[str]:
         elif value < seen.min() / 1.001:
             found.append(f"{seen.min() / value:.3g} times fewer {what} than any run that was fitted")
     return found
-
-
-def _sizes(points: Points) -> int:
-    """The number of distinct model sizes; sizes within a tenth of each other count once."""
-    ordered = np.sort(np.log(points.params))
-    count, last = 0, -np.inf
-    for value in ordered:
-        if value > last + 0.1:
-            count, last = count + 1, value
-    return count
 
 
 def _shares(laws: Sequence[FittedLaw]) -> Array:
@@ -196,21 +204,12 @@ def _objective(law: Law, points: Points, x0: float, y0: float, weights: Array, d
     return value
 
 
-def _solve(
-    law: Law,
-    points: Points,
-    x0: float,
-    y0: float,
-    starts: int,
-    random: np.random.Generator,
-    weights: Array | None = None,
-) -> Minima:
+def _solve(law: Law, points: Points, x0: float, y0: float, starts: int, random: np.random.Generator) -> Minima:
     """The optimum from each start: first of a nearly squared loss, whose valley is wide, then of the Huber loss with `DELTA`."""
     level = float(np.log(points.loss).mean())
-    weights = np.ones(len(points)) if weights is None else weights
     at = law.starts(starts, level, random)
     for delta in (0.1, 0.01, DELTA):
-        found = minimize(_objective(law, points, x0, y0, weights, delta), at)
+        found = minimize(_objective(law, points, x0, y0, np.ones(len(points)), delta), at)
         at = found.at
     return found
 
@@ -229,7 +228,7 @@ def _fit_law(
 
 
 def _evaluate(name: str, theta: Array, points: Points, x0: float, y0: float) -> Array:
-    return LAWS[name].evaluate(theta, np.log(points.params) - x0, np.log(points.tokens) - y0, slope=False)[0]
+    return log_loss(name, theta, points.params, points.tokens, x0, y0)
 
 
 def _kept(points: Points, forms: Sequence[str], x0: float, y0: float, seed: int) -> np.ndarray:
@@ -278,7 +277,7 @@ def _held_out(
         residuals = np.log(rest.loss) - _evaluate(name, law.theta[None], rest, x0, y0)[0]
         drawn = _evaluate(name, law.draws, tested, x0, y0)
         noise = np.random.default_rng(seed).choice(np.concatenate([residuals, -residuals]), drawn.shape)
-        low, high = np.quantile(drawn + noise, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+        low, high = np.quantile(drawn + noise, ENDS, axis=0)
         error = np.log(tested.loss) - best
         found.append((error, np.where(error > 0, np.maximum(high - best, 1e-9), np.maximum(best - low, 1e-9))))
     return found

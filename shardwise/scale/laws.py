@@ -7,54 +7,38 @@ While fitting, log N and log D are centred on the mean of the points, which make
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from shardwise.scale.minimize import Array
 
 
-class Law(Protocol):
+class Law(ABC):
     """A form of the loss. Rows of `theta` are the fitted coefficients; `x` and `y` are centred log N and log D."""
 
-    @property
-    def name(self) -> str:
-        """The name of the form."""
-        ...
+    name: str
+    sentence: str
+    """The formula, with its publication."""
+    size: int
+    """The number of fitted coefficients."""
+    sizes: int
+    """The number of model sizes needed to determine the coefficients, with one to spare."""
+    exponent: int | None = None
+    """Which coefficient is an exponent that few points hardly determine, and published ones are a prior for."""
 
-    @property
-    def sentence(self) -> str:
-        """The formula, with its publication."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """The number of fitted coefficients."""
-        ...
-
-    @property
-    def sizes(self) -> int:
-        """The number of model sizes needed to determine the coefficients, with one to spare."""
-        ...
-
-    @property
-    def exponent(self) -> int | None:
-        """Which coefficient is an exponent that few points hardly determine, and published ones are a prior for."""
-        ...
-
+    @abstractmethod
     def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
         """Random starting points, for runs whose mean log loss is `level`."""
-        ...
 
+    @abstractmethod
     def evaluate(self, theta: Array, x: Array, y: Array, slope: bool = True) -> tuple[Array, list[Array]]:
         """The log of the loss, (rows, points), and its derivative with respect to each coefficient."""
-        ...
 
+    @abstractmethod
     def coefficients(self, theta: Sequence[float], x0: float, y0: float) -> dict[str, float]:
         """The coefficients as the paper writes them, for N and D that are not centred."""
-        ...
 
 
 def _shares(number: int, level: float, random: np.random.Generator, terms: int = 3) -> list[Array]:
@@ -74,15 +58,13 @@ def _sum_of_three(e: Array, a: Array, b: Array) -> tuple[Array, Array, Array, Ar
     return most + np.log(whole), parts[0] / whole, parts[1] / whole, parts[2] / whole
 
 
-@dataclass(frozen=True)
-class Chinchilla:
+class Chinchilla(Law):
     """L = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022, eq. 2)."""
 
-    name: str = "chinchilla"
-    sentence: str = "E + A/N^alpha + B/D^beta (Hoffmann et al. 2022)"
-    size: int = 5
-    sizes: int = 4
-    exponent: int | None = None
+    name = "chinchilla"
+    sentence = "E + A/N^alpha + B/D^beta (Hoffmann et al. 2022)"
+    size = 5
+    sizes = 4
 
     def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
         terms = _shares(number, level, random)
@@ -102,19 +84,17 @@ class Chinchilla:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class OverTraining:
+class OverTraining(Law):
     """L = E + (a M^eta + b M^-eta) C^-eta with M = D/N and C = 6 N D (Gadre et al. 2024, eq. 4).
 
     It is Chinchilla's form with alpha = beta = 2 eta: the best M is then the same at every scale. With one coefficient fewer it is
     more stable where points are few.
     """
 
-    name: str = "over-training"
-    sentence: str = "E + A/N^alpha + B/D^alpha, the same exponent twice (Gadre et al. 2024)"
-    size: int = 4
-    sizes: int = 3
-    exponent: int | None = None
+    name = "over-training"
+    sentence = "E + A/N^alpha + B/D^alpha, the same exponent twice (Gadre et al. 2024)"
+    size = 4
+    sizes = 3
 
     def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
         return np.stack([*_shares(number, level, random), _exponents(number, random)], 1)
@@ -129,15 +109,13 @@ class OverTraining:
         return found | dict(a=_exp(a + alpha * x0 + six), b=_exp(b + alpha * y0 + six), eta=eta)
 
 
-@dataclass(frozen=True)
-class Kaplan:
+class Kaplan(Law):
     """L = ((Nc/N)^(alpha_N/alpha_D) + Dc/D)^alpha_D (Kaplan et al. 2020, eq. 1.5): the loss goes to zero at infinite size."""
 
-    name: str = "kaplan"
-    sentence: str = "((Nc/N)^(alpha_N/alpha_D) + Dc/D)^alpha_D (Kaplan et al. 2020)"
-    size: int = 4
-    sizes: int = 3
-    exponent: int | None = None
+    name = "kaplan"
+    sentence = "((Nc/N)^(alpha_N/alpha_D) + Dc/D)^alpha_D (Kaplan et al. 2020)"
+    size = 4
+    sizes = 3
 
     def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
         power = random.uniform(0.03, 0.5, number)
@@ -164,15 +142,14 @@ class Kaplan:
         return dict(Nc=_exp(n / ratio + x0), Dc=_exp(d + y0), alpha_N=float(ratio) * power, alpha_D=power)
 
 
-@dataclass(frozen=True)
-class Power:
+class Power(Law):
     """L = E + A / N^alpha, for runs with the same tokens per parameter: the data term then has the same form."""
 
-    name: str = "power"
-    sentence: str = "E + A/N^alpha, at one ratio of tokens to parameters"
-    size: int = 3
-    sizes: int = 4
-    exponent: int | None = 2
+    name = "power"
+    sentence = "E + A/N^alpha, at one ratio of tokens to parameters"
+    size = 3
+    sizes = 4
+    exponent = 2
 
     def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
         return np.stack([*_shares(number, level, random, 2), _exponents(number, random)], 1)

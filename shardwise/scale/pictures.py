@@ -22,6 +22,10 @@ def loss_of(fitted: Fit, params: Array, tokens: Array) -> Array:
     return np.exp(log_loss(fitted.law.name, fitted.law.theta, params, tokens, fitted.x0, fitted.y0)[0])
 
 
+def _pairs(x: Array, y: Array) -> list[tuple[float, float]]:
+    return list(zip(x.tolist(), y.tolist(), strict=True))
+
+
 def iso_flops(fitted: Fit) -> Lines:
     """Loss over parameters for some amounts of compute, with the runs nearest to each (Hoffmann et al. 2022, figure 3)."""
     flops, points = np.log(fitted.points.flops), fitted.points
@@ -33,16 +37,9 @@ def iso_flops(fitted: Fit) -> Lines:
         sizes = np.exp(np.linspace(math.log(best.params / 12), math.log(best.params * 12), _STEPS))
         losses = loss_of(fitted, sizes, math.exp(level) / (FLOPS_PER_TOKEN * sizes))
         own = nearest == at
-        places = list(zip(points.params[own].tolist(), points.loss[own].tolist(), strict=True))
+        places = _pairs(points.params[own], points.loss[own])
         tips = [f"{name}: {loss:.4g}" for name, loss in zip(points.chosen(own).names, points.loss[own], strict=True)]
-        found.append(
-            dict(
-                flops=math.exp(level),
-                line=list(zip(sizes.tolist(), losses.tolist(), strict=True)),
-                points=places,
-                tips=tips,
-            )
-        )
+        found.append(dict(flops=math.exp(level), line=_pairs(sizes, losses), points=places, tips=tips))
     return found
 
 
@@ -56,15 +53,14 @@ def envelope(fitted: Fit, beyond: float = 10.0) -> Lines:
         said = predict(fitted, best.params, best.tokens)
         line.append((level, said.loss))
         band.append((level, said.low, said.high))
-    places = list(zip(points.flops.tolist(), points.loss.tolist(), strict=True))
-    return [dict(line=line, band=band, points=places, tips=list(points.names))]
+    return [dict(line=line, band=band, points=_pairs(points.flops, points.loss), tips=list(points.names))]
 
 
 def residuals(fitted: Fit) -> Lines:
     """The deviation of each run from the law, with the interval predicted for it."""
     points = fitted.points
     order = np.argsort(points.flops)
-    places = list(zip(points.flops[order].tolist(), (100 * fitted.residuals[order]).tolist(), strict=True))
+    places = _pairs(points.flops[order], 100 * fitted.residuals[order])
     band = []
     for at in order[:: max(1, len(order) // 40)]:
         said = predict(fitted, float(points.params[at]), float(points.tokens[at]))

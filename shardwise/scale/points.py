@@ -48,6 +48,19 @@ class Points:
         return Points(params, tokens, loss, self.names + other.names, unique)
 
 
+def groups(values: Array, apart: float) -> list[np.ndarray]:
+    """Groups of indices whose values differ by no more than `apart` in their logarithm, in ascending order."""
+    order = np.argsort(values)
+    found: list[list[int]] = []
+    start = -np.inf
+    for at, value in zip(order, np.log(values[order]), strict=True):
+        if value > start + apart:
+            found.append([])
+            start = value
+        found[-1].append(int(at))
+    return [np.array(group) for group in found]
+
+
 def make_points(
     params: Sequence[float] | Array,
     tokens: Sequence[float] | Array,

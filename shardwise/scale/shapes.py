@@ -9,14 +9,14 @@ _FFN = 3.5
 """The FFN width relative to the hidden size, as in Llama 3's 8B and 70B."""
 
 
-def shape_of(params: float, vocab: int = 128256, tied: bool | None = None) -> dict[str, Any]:
+def shape_of(params: float, vocab: int = 128256) -> dict[str, Any]:
     """The `[model]` keys with the nearest number of parameters: hidden about 128 times the layers (Llama 3: 102 to 130), heads of
     128, one KV head for every four or more heads. Small models tie their embeddings, as Llama 3.2's and Qwen's do."""
     best: tuple[float, dict[str, Any]] | None = None
     for hidden in _hiddens():
         usual = hidden / 128
         for layers in range(max(2, round(0.7 * usual)), max(3, round(1.35 * usual)) + 1):
-            keys = _keys(hidden, layers, vocab, hidden <= 3072 if tied is None else tied)
+            keys = _keys(hidden, layers, vocab, hidden <= 3072)
             # The number of parameters counts most; among equally near ones, the usual proportions win.
             off = abs(count(keys) / params - 1) + 0.02 * abs(layers / usual - 1)
             if best is None or off < best[0]:

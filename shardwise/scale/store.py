@@ -12,8 +12,8 @@ import numpy as np
 
 from shardwise.run.problems import Problem, UserError
 from shardwise.scale.approaches import approaches
-from shardwise.scale.fit import LEVEL, Fit, FittedLaw
-from shardwise.scale.laws import LAWS
+from shardwise.scale.fit import LEVEL, Fit, FittedLaw, Interval
+from shardwise.scale.laws import LAWS, log_loss
 from shardwise.scale.minimize import Array
 from shardwise.scale.points import Points, make_points
 
@@ -24,13 +24,7 @@ def coefficients(fitted: Fit, law: FittedLaw) -> dict[str, dict[str, float]]:
     """Each coefficient as the paper writes it, with its interval over resampled points."""
     best = LAWS[law.name].coefficients(law.theta.tolist(), fitted.x0, fitted.y0)
     drawn = [LAWS[law.name].coefficients(row.tolist(), fitted.x0, fitted.y0) for row in law.draws]
-    found = {}
-    for name, value in best.items():
-        low, high = (
-            np.quantile([each[name] for each in drawn], [(1 - LEVEL) / 2, (1 + LEVEL) / 2]) if drawn else (value, value)
-        )
-        found[name] = dict(value=value, low=float(low), high=float(high))
-    return found
+    return {name: asdict(Interval.of(value, [each[name] for each in drawn])) for name, value in best.items()}
 
 
 def to_json(fitted: Fit, source: dict[str, Any]) -> dict[str, Any]:
@@ -68,10 +62,7 @@ def from_json(path: str | Path) -> tuple[Fit, dict[str, Any]]:
         laws = [_law_in(each, found["forms"]) for each in found["laws"]]
         points, left_out = _points_in(found["points"]), _points_in(found["points_left_out"])
         best = laws[0]
-        values = LAWS[best.name].evaluate(
-            best.theta[None], np.log(points.params) - x0, np.log(points.tokens) - y0, slope=False
-        )
-        residuals = np.log(points.loss) - values[0][0]
+        residuals = np.log(points.loss) - log_loss(best.name, best.theta, points.params, points.tokens, x0, y0)[0]
         fitted = Fit(laws, points, left_out, x0, y0, residuals, float(found["widening"]), list(found["notes"]))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
         raise UserError(Problem("is not a fit: `shardwise scale fit` writes one", where=place)) from None
