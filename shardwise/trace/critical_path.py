@@ -17,7 +17,6 @@ from itertools import pairwise
 import numpy as np
 
 from shardwise.trace.answers import CriticalPath
-from shardwise.trace.comms.events import CollectiveEvents
 from shardwise.trace.comms.matching import Matches, Waiting
 from shardwise.trace.comms.overlap import row_axes, start_after_waits
 from shardwise.trace.rank import Rank
@@ -89,15 +88,12 @@ def _stalled_launches(activity: Activity) -> Integers:
     return calls[length > STALLED * np.median(length)] if len(calls) else calls
 
 
-def connect(
-    chains: Mapping[int, Chain], comms: Mapping[int, CollectiveEvents], matches: Matches, waiting: Waiting
-) -> None:
+def _connect(chains: Mapping[int, Chain], ranks: Mapping[int, Rank], matches: Matches, waiting: Waiting) -> None:
     """Link each collective event that waited to the last rank's event."""
     bounds = np.append(matches.first_of_each(), len(matches))
     for low, high in pairwise(bounds.tolist()):
-        rows = {
-            int(rank): int(comms[rank].row[matches.event[at]]) for at, rank in enumerate(matches.rank[low:high], low)
-        }
+        members = enumerate(matches.rank[low:high].tolist(), low)
+        rows = {rank: int(ranks[rank].comms.row[matches.event[at]]) for at, rank in members}
         last = int(waiting.last[low])
         for at in range(low, high):
             rank = int(matches.rank[at])
@@ -106,19 +102,21 @@ def connect(
 
 
 class _Walk:
-    def __init__(self, chains: Mapping[int, Chain], begin: int) -> None:
-        self.chains, self.begin = chains, begin
+    """The path so far. Times count from its beginning."""
+
+    def __init__(self, chains: Mapping[int, Chain]) -> None:
+        self.chains = chains
         self.segments: list[tuple[int, str, str, int, int]] = []
 
     def add(self, rank: int, category: str, name: str, start: int, end: int) -> int:
         """Add a segment of the path. Returns its start."""
-        start = max(start, self.begin)
+        start = max(start, 0)
         if end > start:
             self.segments.append((rank, category, name, start, end))
         return min(start, end)
 
     def walk(self, rank: int, row: int) -> None:
-        """Walk from the end of a row back to `begin`."""
+        """Walk back from the end of a row."""
         now = int(self.chains[rank].end[row])
         for _ in range(sum(len(chain.start) for chain in self.chains.values()) * 2 + 1):
             here = self.chains[rank]
@@ -130,7 +128,7 @@ class _Walk:
                 here = self.chains[rank]
             else:
                 now = self.add(rank, here.category[row], name, int(here.start[row]), now)
-            if now <= self.begin:
+            if now <= 0:
                 return
             found = self._before(here, row, now)
             if found is None:
@@ -140,10 +138,10 @@ class _Walk:
     def _before(self, here: Chain, row: int, now: int) -> tuple[int, int] | None:
         """The next row of the path and the time to continue from; None at the start."""
         previous = int(here.before[row])
-        ended = int(here.end[previous]) if previous >= 0 and here.end[previous] <= now else self.begin
+        ended = int(here.end[previous]) if previous >= 0 and here.end[previous] <= now else 0
         launched = int(here.launch[row])
         latest = self._latest(here, row, now)
-        other = int(here.end[latest]) if latest >= 0 else self.begin
+        other = int(here.end[latest]) if latest >= 0 else 0
         gap = "host" if here.on_host else "idle"
         if latest >= 0 and other > max(ended, launched):
             return latest, self.add(here.rank, gap, "", other, now)
@@ -152,7 +150,7 @@ class _Walk:
             return self._along_host(here, row, now)
         if previous >= 0 and here.end[previous] <= now:
             return previous, self.add(here.rank, gap, "", ended, now)
-        self.add(here.rank, "host", "", self.begin, now)
+        self.add(here.rank, "host", "", 0, now)
         return None
 
     @staticmethod
@@ -164,27 +162,33 @@ class _Walk:
     def _along_host(self, here: Chain, row: int, now: int) -> tuple[int, int] | None:
         """Back along the host to its last synchronisation with the device, and to the row it waited for."""
         at = int(here.sync_end.searchsorted(now, "right")) - 1
-        while at >= 0 and here.sync_end[at] > self.begin:
+        while at >= 0 and here.sync_end[at] > 0:
             latest = self._latest(here, row, int(here.sync_end[at]))
             if latest >= 0 and here.end[latest] >= here.sync_start[at]:
                 now = self.add(here.rank, "host", "", int(here.sync_end[at]), now)
                 now = self.add(here.rank, "host", "synchronise", int(here.end[latest]), now)
                 return latest, now
             at -= 1
-        self.add(here.rank, "host", "", self.begin, now)
+        self.add(here.rank, "host", "", 0, now)
         return None
 
 
-def critical_path(chains: Mapping[int, Chain], begin: int, end: int) -> CriticalPath | None:
-    """The path from `begin` to the last end of the rows that start before `end`."""
+def critical_path(
+    ranks: Mapping[int, Rank], shifts: Mapping[int, int], matches: Matches, waiting: Waiting
+) -> CriticalPath | None:
+    """From the start of the first window, from which shifted times and the arrivals of `waiting` count, to the end of the last
+    event that began in the windows."""
+    chains = {rank: chain(r, shifts[rank]) for rank, r in ranks.items()}
+    _connect(chains, ranks, matches, waiting)
+    end = max((r.steps[-1][2] + shifts[rank] for rank, r in ranks.items()), default=0)
     last = [
         (int(chain.end[rows].max()), rank, int(rows[chain.end[rows].argmax()]))
         for rank, chain in chains.items()
-        if len(rows := np.flatnonzero((chain.start >= begin) & (chain.start < end)))
+        if len(rows := np.flatnonzero((chain.start >= 0) & (chain.start < end)))
     ]
     if not last:
         return None
-    walk = _Walk(chains, begin)
+    walk = _Walk(chains)
     finish, rank, row = max(last)
     walk.walk(rank, row)
     categories: dict[str, int] = defaultdict(int)
@@ -198,6 +202,6 @@ def critical_path(chains: Mapping[int, Chain], begin: int, end: int) -> Critical
     longest = sorted(walk.segments, key=lambda s: s[3] - s[4])[:SEGMENTS]
     most = sorted(kernels.items(), key=lambda item: -item[1])[:NAMES]
     return CriticalPath(
-        finish - begin, dict(sorted(categories.items(), key=lambda item: -item[1])), dict(sorted(ranks.items())), dict(most),
+        finish, dict(sorted(categories.items(), key=lambda item: -item[1])), dict(sorted(ranks.items())), dict(most),
         tuple(sorted(longest, key=lambda s: s[3])),
     )  # fmt: skip

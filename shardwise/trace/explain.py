@@ -10,10 +10,9 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from shardwise.trace.advice import findings, not_recorded
-from shardwise.trace.answers import CommTime, CriticalPath, Explanation, spread
+from shardwise.trace.answers import CommTime, Explanation, spread
 from shardwise.trace.comms.matching import (
     Matches,
-    RankComms,
     Waiting,
     clocks,
     drop_mismatched,
@@ -23,7 +22,7 @@ from shardwise.trace.comms.matching import (
     waiting,
 )
 from shardwise.trace.comms.overlap import axis_times, comm_times
-from shardwise.trace.critical_path import chain, connect, critical_path
+from shardwise.trace.critical_path import critical_path
 from shardwise.trace.idle import categories, idle_causes, launch_queue
 from shardwise.trace.kernels import call_times, flops_of_ranks, kernel_times, module_times
 from shardwise.trace.pipeline import pipelines
@@ -41,20 +40,18 @@ UNNAMED_DEVICE = "a GPU that the profile does not name"
 def explain(given: Sequence[Rank], peak_flops: float = 0.0) -> Explanation:
     """Explain the profiled ranks of one job; those without a window are left out. `peak_flops` is FLOP/s of one device."""
     ranks = {r.profile.rank: r for r in sorted(given, key=lambda r: r.profile.rank) if len(r.windows.start)}
-    parts = [RankComms(rank, r.comms, r.profile.base, r.step_of(r.comms.start)) for rank, r in ranks.items()]
-    matches = drop_mismatched(parts, match(parts))
-    clock = clocks(parts, matches)
-    waited = waiting(parts, matches, {rank: one.offset for rank, one in clock.items()})
-    first = first_collective_rows(parts, matches)
-    counted = synchronising_rows(parts, matches) & ~first
+    matches = drop_mismatched(ranks, match(ranks))
+    clock = clocks(ranks, matches)
+    waited = waiting(ranks, matches, {rank: one.offset for rank, one in clock.items()})
+    first = first_collective_rows(ranks, matches)
+    counted = synchronising_rows(ranks, matches) & ~first
     absolute = {rank: r.profile.base + clock[rank].offset for rank, r in ranks.items()}
     origin = min((r.steps[0][1] + absolute[rank] for rank, r in ranks.items()), default=0)
     shifts = {rank: base - origin for rank, base in absolute.items()}
     flops, flops_by_module = flops_of_ranks(ranks, peak_flops)
     breakdowns = {rank: asdict(break_down(r.activity, r.windows)) for rank, r in ranks.items()}
     step_counts = {rank: max(len(r.selection.steps), 1) for rank, r in ranks.items()}
-    step_times = [b["span"] // step_counts[rank] for rank, b in breakdowns.items()]
-    step_time = max(step_times, default=0)
+    step_time = max((b["span"] // step_counts[rank] for rank, b in breakdowns.items()), default=0)
     queues = {rank: launch_queue(r) for rank, r in ranks.items()}
     answers = Explanation(
         world=max([len(ranks), *(r.profile.world for r in given)]),
@@ -81,7 +78,7 @@ def explain(given: Sequence[Rank], peak_flops: float = 0.0) -> Explanation:
         launches={rank: queue for rank, queue in queues.items() if queue is not None},
         pipelines=pipelines(ranks, shifts),
         stragglers=stragglers(ranks, step_time, matches, waited, first, clock),
-        critical_path=_critical_path(ranks, shifts, matches, replace(waited, arrival=waited.arrival - origin)),
+        critical_path=critical_path(ranks, shifts, matches, replace(waited, arrival=waited.arrival - origin)),
         memory={rank: memory(r.profile, r.steps[0][1], r.steps[-1][2]) for rank, r in ranks.items()},
         flops=flops,
         findings=(),
@@ -104,16 +101,6 @@ def _comm_times(rank: Rank, matches: Matches, waited: Waiting) -> dict[tuple[str
     wait[matches.event[mine]] = waited.wait[mine]
     matched[matches.event[mine]] = True
     return comm_times(comms, rank.step_of(comms.start) >= 0, wait, matched, rank.windows, rank.computing)
-
-
-def _critical_path(
-    ranks: dict[int, Rank], shifts: dict[int, int], matches: Matches, waited: Waiting
-) -> CriticalPath | None:
-    """From the start of the first window to the end of the last event that began in the windows."""
-    chains = {rank: chain(r, shifts[rank]) for rank, r in ranks.items()}
-    connect(chains, {rank: r.comms for rank, r in ranks.items()}, matches, waited)
-    end = max((r.steps[-1][2] + shifts[rank] for rank, r in ranks.items()), default=0)
-    return critical_path(chains, 0, end)
 
 
 def _exposed_copy(rank: Rank) -> int:

@@ -8,7 +8,7 @@ collective up to then is waiting, and the rest is transfer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -18,23 +18,12 @@ from numpy.typing import NDArray
 
 from shardwise.trace.answers import Clock
 from shardwise.trace.comms.events import CollectiveEvents
+from shardwise.trace.rank import Rank
 from shardwise.trace.reading.profile import Integers
-from shardwise.trace.spans.intervals import parts as parts_of
+from shardwise.trace.spans.intervals import parts
 
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Collectives that no rank leaves before every rank has arrived."""
-
-
-@dataclass(frozen=True)
-class RankComms:
-    """One rank's collective events for matching."""
-
-    rank: int
-    comms: CollectiveEvents
-    base: int
-    """Time zero of the rank, on its host's clock."""
-    step: Integers
-    """The step of each event, -1 outside the windows."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +47,7 @@ class Matches:
 
     @cached_property
     def _rows(self) -> dict[int, Integers]:
-        return dict(parts_of(self.rank))
+        return dict(parts(self.rank))
 
     def rows_of(self, rank: int) -> Integers:
         """The rows of one rank."""
@@ -70,23 +59,23 @@ class Matches:
         return Matches(self.collective[mask], self.rank[mask], self.event[mask], dropped)
 
 
-def match(parts: Sequence[RankComms]) -> Matches:
+def match(ranks: Mapping[int, Rank]) -> Matches:
     """Match collectives, and each send with its receive."""
     keys: dict[object, int] = {}
     columns: list[tuple[Integers, ...]] = [(np.zeros(0, np.int64),) * 5]
-    for part in parts:
-        comms = part.comms
+    for rank, r in ranks.items():
+        comms, steps = r.comms, r.step_of(r.comms.start)
         # A group without a name is taken for that of all ranks.
         named = comms.column(
             lambda d: (
                 _number(keys, d.group, "" if d.group else d.axis, d.collective) if d.collective in SYNCHRONISING else -1
             )
         )
-        key = np.maximum(named.astype(np.int64), _pair_keys(part, keys))
-        selected = np.flatnonzero((key >= 0) & (part.step >= 0) & comms.first)
-        group, step = key[selected], part.step[selected]
+        key = np.maximum(named.astype(np.int64), _pair_keys(rank, comms, keys))
+        selected = np.flatnonzero((key >= 0) & (steps >= 0) & comms.first)
+        group, step = key[selected], steps[selected]
         numbers = _numbers(group, step, comms.sequence[selected])
-        columns.append((np.full(len(selected), part.rank), selected, group, step, numbers))
+        columns.append((np.full(len(selected), rank), selected, group, step, numbers))
     return _joined(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
@@ -94,14 +83,14 @@ def _number(keys: dict[object, int], *key: object) -> int:
     return keys.setdefault(key, len(keys))
 
 
-def _pair_keys(part: RankComms, keys: dict[object, int]) -> Integers:
+def _pair_keys(rank: int, comms: CollectiveEvents, keys: dict[object, int]) -> Integers:
     """The key of each send and receive: axis, source and destination; -1 for other events."""
-    found = np.full(len(part.comms), -1, np.int64)
-    rows = np.flatnonzero(part.comms.mask(lambda d: d.collective in ("send", "recv")))
-    columns = (part.comms.which[rows], part.comms.source[rows], part.comms.destination[rows])
+    found = np.full(len(comms), -1, np.int64)
+    rows = np.flatnonzero(comms.mask(lambda d: d.collective in ("send", "recv")))
+    columns = (comms.which[rows], comms.source[rows], comms.destination[rows])
     for row, which, source, destination in zip(rows.tolist(), *(column.tolist() for column in columns), strict=True):
-        one = part.comms.descriptions[which]
-        pair = (part.rank, destination) if one.collective == "send" else (source, part.rank)
+        one = comms.descriptions[which]
+        pair = (rank, destination) if one.collective == "send" else (source, rank)
         if min(pair) >= 0:
             found[row] = _number(keys, one.axis, "pair", *pair)
     return found
@@ -150,20 +139,20 @@ def _agreeing(rank: Integers, group: Integers, step: Integers, counted: NDArray[
     return ~counted | (most == least)[cell.reshape(-1)]
 
 
-def drop_mismatched(parts: Sequence[RankComms], matches: Matches) -> Matches:
+def drop_mismatched(ranks: Mapping[int, Rank], matches: Matches) -> Matches:
     """Drop matches between two ranks whose ends scatter by more than the collectives last: they are not the same collective."""
     if not len(matches):
         return matches
-    ends = _times(parts, matches, "end")
-    length = ends - _times(parts, matches, "start")
-    synchronising = synchronising_rows(parts, matches)
+    ends = _times(ranks, matches, "end")
+    length = ends - _times(ranks, matches, "start")
+    synchronising = synchronising_rows(ranks, matches)
     heads = matches.first_of_each()
     anchor = np.repeat(matches.rank[heads], np.diff(np.append(heads, len(matches))))
     edges = _edges(matches, ends, synchronising)
     rows = np.flatnonzero(synchronising)
     key = anchor[rows] * (int(matches.rank.max()) + 1) + matches.rank[rows]
     wrong = []
-    for _, at in parts_of(key):
+    for _, at in parts(key):
         mine = rows[at]
         edge = edges.get((int(anchor[mine[0]]), int(matches.rank[mine[0]])))
         if edge is not None and edge[1] > _median(length[mine]):
@@ -171,10 +160,10 @@ def drop_mismatched(parts: Sequence[RankComms], matches: Matches) -> Matches:
     return matches.only(~np.isin(matches.collective, np.concatenate(wrong))) if wrong else matches
 
 
-def clocks(parts: Sequence[RankComms], matches: Matches) -> dict[int, Clock]:
+def clocks(ranks: Mapping[int, Rank], matches: Matches) -> dict[int, Clock]:
     """Each rank's clock relative to the lowest rank that it is connected to by matches, directly or through other ranks."""
-    edges = _edges(matches, _times(parts, matches, "end"), synchronising_rows(parts, matches))
-    found = {part.rank: Clock(0, -1, 0) for part in parts}
+    edges = _edges(matches, _times(ranks, matches, "end"), synchronising_rows(ranks, matches))
+    found = {rank: Clock(0, -1, 0) for rank in ranks}
     leading: dict[int, list[tuple[int, int, int, int]]] = {}
     for (a, b), edge in edges.items():
         leading.setdefault(a, []).append((b, *edge))
@@ -232,35 +221,35 @@ def _median(values: Integers) -> int:
 
 
 def _times(
-    parts: Sequence[RankComms], matches: Matches, which: str, offsets: Mapping[int, int] | None = None
+    ranks: Mapping[int, Rank], matches: Matches, which: str, offsets: Mapping[int, int] | None = None
 ) -> Integers:
     """Start or end of each matched event on one clock."""
     out = np.zeros(len(matches), np.int64)
-    for part in parts:
-        mine = matches.rows_of(part.rank)
-        shift = part.base + (offsets or {}).get(part.rank, 0)
-        out[mine] = getattr(part.comms, which)[matches.event[mine]] + shift
+    for rank, r in ranks.items():
+        mine = matches.rows_of(rank)
+        shift = r.profile.base + (offsets or {}).get(rank, 0)
+        out[mine] = getattr(r.comms, which)[matches.event[mine]] + shift
     return out
 
 
-def synchronising_rows(parts: Sequence[RankComms], matches: Matches) -> NDArray[np.bool_]:
+def synchronising_rows(ranks: Mapping[int, Rank], matches: Matches) -> NDArray[np.bool_]:
     """Mask of the rows of synchronising collectives."""
-    return _rows_of(parts, matches, *SYNCHRONISING)
+    return _rows_of(ranks, matches, *SYNCHRONISING)
 
 
-def _rows_of(parts: Sequence[RankComms], matches: Matches, *collectives: str) -> NDArray[np.bool_]:
+def _rows_of(ranks: Mapping[int, Rank], matches: Matches, *collectives: str) -> NDArray[np.bool_]:
     """Mask of the rows of these collectives."""
     out = np.zeros(len(matches), np.bool_)
-    for part in parts:
-        mine = matches.rows_of(part.rank)
-        out[mine] = part.comms.mask(lambda d: d.collective in collectives)[matches.event[mine]]
+    for rank, r in ranks.items():
+        mine = matches.rows_of(rank)
+        out[mine] = r.comms.mask(lambda d: d.collective in collectives)[matches.event[mine]]
     return out
 
 
-def first_collective_rows(parts: Sequence[RankComms], matches: Matches) -> NDArray[np.bool_]:
+def first_collective_rows(ranks: Mapping[int, Rank], matches: Matches) -> NDArray[np.bool_]:
     """Mask of the rows of a collective that is the first on any of its ranks: waits there only show when the ranks began."""
-    start = _times(parts, matches, "start")
-    first = [mine[start[mine].argmin()] for part in parts if len(mine := matches.rows_of(part.rank))]
+    start = _times(ranks, matches, "start")
+    first = [mine[start[mine].argmin()] for rank in ranks if len(mine := matches.rows_of(rank))]
     return np.isin(matches.collective, matches.collective[first]) if first else np.zeros(len(matches), np.bool_)
 
 
@@ -277,13 +266,13 @@ class Waiting:
     """How much later the last rank arrived than the one before it."""
 
 
-def waiting(parts: Sequence[RankComms], matches: Matches, offsets: Mapping[int, int]) -> Waiting:
+def waiting(ranks: Mapping[int, Rank], matches: Matches, offsets: Mapping[int, int]) -> Waiting:
     """Split matched events into waiting and transfer, on aligned clocks."""
-    start = _times(parts, matches, "start", offsets)
-    end = _times(parts, matches, "end", offsets)
+    start = _times(ranks, matches, "start", offsets)
+    end = _times(ranks, matches, "end", offsets)
     if not len(matches):
         return Waiting(start, start, start, start)
-    sender, receiver = _rows_of(parts, matches, "send"), _rows_of(parts, matches, "recv")
+    sender, receiver = _rows_of(ranks, matches, "send"), _rows_of(ranks, matches, "recv")
     starts = matches.first_of_each()
     sizes = np.diff(np.append(starts, len(matches)))
     # In a P2P message only the receiver waits.
