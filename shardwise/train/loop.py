@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +105,10 @@ def _attempt(
     tune_gemms.attach(train_state, display.log)
     cuda_graph.attach(train_state, display.log)
     began, step_before, tokens_before = time.perf_counter(), train_state.step, train_state.tokens
+    loop = _Loop(train_state, source, metrics, saver, display, monitor)
     try:
-        _steps(train_state, source, metrics, saver, display, monitor)
-        _write_end(train_state, source, metrics, saver, display, monitor)
+        loop.steps()
+        loop.write_end()
     except RollBack:
         saver.finish()
         raise
@@ -147,121 +148,102 @@ def _write_run(run: Run, out: Path, begun: bool, log: Callable[[str], None]) -> 
         log(f"warning: {file} {problem}; training goes on, and the file stays as it was")
 
 
-def _steps(
-    train_state: TrainState,
-    source: Source,
-    metrics: Metrics | SharedMetrics | None,
-    saver: Saver,
-    display: PlainDisplay,
-    monitor: FaultMonitor,
-) -> None:
-    """Run all steps to the last, or to the one after which a rank was asked to stop."""
-    train = train_state.run.train
-    step_log = _StepLog(train_state, metrics, display, monitor)
-    for batch in source.batches(train.steps):
-        step_log.add(monitor.step(batch), source.figures())
-        step, last = train_state.step, train_state.step == train.steps
-        evaluates = bool(train.eval_every) and (last or step % train.eval_every == 0)
-        saves_now = last or (bool(train.checkpoint_every) and step % train.checkpoint_every == 0)
-        stop = step_log.read(all_steps=monitor.stragglers.due(step) or evaluates or saves_now)
-        if stop:
-            step_log.read(all_steps=True)
-        compared = monitor.stragglers.compare(step)
-        if compared is not None and metrics is not None:
-            slowest = dict(slowest=compared.slowest, slowest_ratio=compared.ratio)
-            metrics.record(step=step, compute_seconds=compared.seconds, **slowest)
-        elastic = train_state.elastic
-        if elastic is not None:
-            elastic.after_step(train_state, metrics)
-            if last or stop:  # `_write_end` evaluates and saves, on one of the replicas
+@dataclass
+class _Loop:
+    """A train state on its way to the last step, with what reads, writes and watches it."""
+
+    train_state: TrainState
+    source: Source
+    metrics: Metrics | SharedMetrics | None
+    saver: Saver
+    display: PlainDisplay
+    monitor: FaultMonitor
+
+    def steps(self) -> None:
+        """Run all steps to the last, or to the one after which a rank was asked to stop."""
+        train = self.train_state.run.train
+        step_log = _StepLog(self)
+        for batch in self.source.batches(train.steps):
+            step_log.add(self.monitor.step(batch), self.source.figures())
+            step, last = self.train_state.step, self.train_state.step == train.steps
+            evaluates = bool(train.eval_every) and (last or step % train.eval_every == 0)
+            saves_now = last or (bool(train.checkpoint_every) and step % train.checkpoint_every == 0)
+            stop = step_log.read(all_steps=self.monitor.stragglers.due(step) or evaluates or saves_now)
+            if stop:
+                step_log.read(all_steps=True)
+            compared = self.monitor.stragglers.compare(step)
+            if compared is not None and self.metrics is not None:
+                slowest = dict(slowest=compared.slowest, slowest_ratio=compared.ratio)
+                self.metrics.record(step=step, compute_seconds=compared.seconds, **slowest)
+            elastic = self.train_state.elastic
+            if elastic is not None:
+                elastic.after_step(self.train_state, self.metrics)
+                if last or stop:  # `write_end` evaluates and saves, on one of the replicas
+                    return
+            writes = elastic is None or elastic.members.writes
+            if evaluates and not stop and writes:
+                self.evaluate()
+            if (saves_now or stop) and writes:
+                self.save()
+            if stop and not last:
                 return
-        writes = elastic is None or elastic.members.writes
-        if evaluates and not stop and writes:
-            _evaluate(train_state, source, metrics, display, monitor)
-        if (saves_now or stop) and writes:
-            _save(train_state, source, saver, monitor)
-        if stop and not last:
-            return
-        step_log.restart_clock()
+            step_log.restart_clock()
 
+    def evaluate(self) -> None:
+        with self.monitor.phase("evaluation", done="evaluated"):
+            records, sentence = self.source.evaluate()
+        if self.metrics is not None:
+            self.metrics.record(step=self.train_state.step, **records)
+        self.display.log(f"step {self.train_state.step}: {sentence}")
 
-def _evaluate(
-    train_state: TrainState,
-    source: Source,
-    metrics: Metrics | SharedMetrics | None,
-    display: PlainDisplay,
-    monitor: FaultMonitor,
-) -> None:
-    with monitor.phase("evaluation", done="evaluated"):
-        records, sentence = source.evaluate()
-    if metrics is not None:
-        metrics.record(step=train_state.step, **records)
-    display.log(f"step {train_state.step}: {sentence}")
+    def save(self) -> None:
+        with self.monitor.phase("saving", done="saved"):
+            self.source.before_saving()
+            self.saver.save(self.train_state, asdict(self.train_state.history))
 
-
-def _save(train_state: TrainState, source: Source, saver: Saver, monitor: FaultMonitor) -> None:
-    with monitor.phase("saving", done="saved"):
-        source.before_saving()
-        saver.save(train_state, asdict(train_state.history))
-
-
-def _write_end(
-    train_state: TrainState,
-    source: Source,
-    metrics: Metrics | SharedMetrics | None,
-    saver: Saver,
-    display: PlainDisplay,
-    monitor: FaultMonitor,
-) -> None:
-    """Finish writing after the last step, or after the step at which the run was asked to stop. Of elastic replicas only one
-    evaluates and saves, and the others wait for it."""
-    elastic, last = train_state.elastic, train_state.step == train_state.run.train.steps
-    if elastic is not None:
-        if not elastic.members.finish():
-            if not last:
-                raise Preempted("stop requested; another replica has saved")
-            return
-        if last and train_state.run.train.eval_every:
-            _evaluate(train_state, source, metrics, display, monitor)
-        _save(train_state, source, saver, monitor)
-    try:
-        _finish(train_state, metrics, saver, display, monitor)
-    finally:
+    def write_end(self) -> None:
+        """Finish writing after the last step, or after the step at which the run was asked to stop. Of elastic replicas only one
+        evaluates and saves, and the others wait for it."""
+        elastic, last = self.train_state.elastic, self.train_state.step == self.train_state.run.train.steps
         if elastic is not None:
-            elastic.members.finished()
+            if not elastic.members.finish():
+                if not last:
+                    raise Preempted("stop requested; another replica has saved")
+                return
+            if last and self.train_state.run.train.eval_every:
+                self.evaluate()
+            self.save()
+        try:
+            self.finish()
+        finally:
+            if elastic is not None:
+                elastic.members.finished()
 
-
-def _finish(
-    train_state: TrainState,
-    metrics: Metrics | SharedMetrics | None,
-    saver: Saver,
-    display: PlainDisplay,
-    monitor: FaultMonitor,
-) -> None:
-    """Wait for the last checkpoint to be written, and retry it if it is the run's final one; then report on the whole run."""
-    train, step = train_state.run.train, train_state.step
-    with monitor.phase("saving", done="saved"):
-        problem = saver.finish()
-        for retry in range(train.restarts if step == train.steps else 0):
-            if not problem:
-                break
-            wait = train.restart_wait * 2**retry
-            display.log(f"the last checkpoint is not saved; retrying in {wait:g} s")
-            time.sleep(wait)
-            saver.save(train_state, asdict(train_state.history))
-            problem = saver.finish()
-    if step < train.steps:
-        saved = f"step {step} of {train.steps} is not saved: {problem}" if problem else f"saved step {step}"
-        raise Preempted(f"stop requested; {saved}")
-    if problem:
-        raise UserError(f"the last checkpoint is not saved: {problem}")
-    if metrics is not None:
-        goodput = monitor.goodput()
-        metrics.record(step=step, **goodput.record())
-        display.log(goodput.sentence())
-    slow = monitor.stragglers.summary()
-    if slow:
-        display.log(slow)
+    def finish(self) -> None:
+        """Wait for the last checkpoint to be written, and retry it if it is the run's final one; then report on the whole run."""
+        train, step = self.train_state.run.train, self.train_state.step
+        with self.monitor.phase("saving", done="saved"):
+            problem = self.saver.finish()
+            for retry in range(train.restarts if step == train.steps else 0):
+                if not problem:
+                    break
+                wait = train.restart_wait * 2**retry
+                self.display.log(f"the last checkpoint is not saved; retrying in {wait:g} s")
+                time.sleep(wait)
+                self.saver.save(self.train_state, asdict(self.train_state.history))
+                problem = self.saver.finish()
+        if step < train.steps:
+            saved = f"step {step} of {train.steps} is not saved: {problem}" if problem else f"saved step {step}"
+            raise Preempted(f"stop requested; {saved}")
+        if problem:
+            raise UserError(f"the last checkpoint is not saved: {problem}")
+        if self.metrics is not None:
+            goodput = self.monitor.goodput()
+            self.metrics.record(step=step, **goodput.record())
+            self.display.log(goodput.sentence())
+        slow = self.monitor.stragglers.summary()
+        if slow:
+            self.display.log(slow)
 
 
 def steps_behind(device: torch.device) -> int:
@@ -273,17 +255,12 @@ class _StepLog:
     """Reads, checks, records and shows the results of steps. On a GPU the host reads a step's result only after it has launched the
     next step: otherwise the GPU would idle until that launch. All results are read before anything that depends on them."""
 
-    def __init__(
-        self,
-        train_state: TrainState,
-        metrics: Metrics | SharedMetrics | None,
-        display: PlainDisplay,
-        monitor: FaultMonitor,
-    ) -> None:
-        self.train_state, self.metrics, self.display, self.monitor = train_state, metrics, display, monitor
-        run = train_state.run
-        peak, source = peak_flops(train_state.device, train_state.dtype)
-        display.log(f"MFU: {CONVENTION}; of {source}")
+    def __init__(self, loop: _Loop) -> None:
+        self.train_state, self.metrics = loop.train_state, loop.metrics
+        self.display, self.monitor = loop.display, loop.monitor
+        run = self.train_state.run
+        peak, source = peak_flops(self.train_state.device, self.train_state.dtype)
+        self.display.log(f"MFU: {CONVENTION}; of {source}")
         self.peak = peak * run.layout.world
         self.flops = training_flops(run.model, run.train.seq_len, run.adapter) * run.batch_tokens
         self.unread: deque[tuple[StepResult, int, dict[str, Any]]] = deque()
