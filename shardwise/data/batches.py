@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shardwise.data.order import key_of, mixture, permute
+from shardwise.data.order import shuffled
 from shardwise.data.pack import Packs
 from shardwise.data.shards import TokenSet
 
@@ -75,10 +75,9 @@ def windows_in(tokens: int, length: int) -> int:
 class Samples:
     """Samples numbered 0, 1, 2, … without end; each `count` of them are one epoch.
 
-    Shuffled, an epoch without weights visits every window of every set once, in its own order. With weights, sets are drawn by
-    their share and each set has its own epochs. Not shuffled, windows come in order, round-robin over the sets, so that the first
-    few samples represent all of them. With the `stored` scores of each part, batches include them: the `asked` likeliest tokens of
-    a teacher, or the log-probabilities of a reference.
+    Shuffled, they are in the order of `order.shuffled`. Not shuffled, windows come in order, round-robin over the sets, so that the
+    first few samples represent all of them. With the `stored` scores of each part, batches include them: the `asked` likeliest
+    tokens of a teacher, or the log-probabilities of a reference.
     """
 
     def __init__(
@@ -101,7 +100,6 @@ class Samples:
         self.separate_documents = separate_documents
         self.stored, self.asked = tuple(stored), asked
         self._counts = np.array([part.count for part in parts], dtype=np.int64)
-        self._ends = np.cumsum(self._counts)
         self._packed = any(isinstance(part, Packs) for part in parts)
         self._margins = any(part.tokens.index.margins for part in parts)
         self._labelled = any(part.tokens.index.kind == "preference" for part in parts)
@@ -129,10 +127,8 @@ class Samples:
             if isinstance(part, Packs):
                 assert positions is not None
                 assert documents is not None
-                own = None if labels is None else labels[row]
-                fill(part, number, rows[row, :-1], targets[row], positions[row], documents[row], own)
-                if margins is not None and part.tokens.index.margins:
-                    self._fill_margins(part, number, documents[row], margins[row])
+                own, by = None if labels is None else labels[row], None if margins is None else margins[row]
+                fill(part, number, rows[row, :-1], targets[row], positions[row], documents[row], own, by)
                 continue
             start = (part.first + number) * self.length
             rows[row] = part.tokens.read(start, start + self.length + 1)
@@ -146,12 +142,6 @@ class Samples:
         return Batch(np.ascontiguousarray(rows[:, :-1]), targets, positions, documents, labels, **told)
 
     __call__ = take
-
-    @staticmethod
-    def _fill_margins(part: Packs, number: int, documents: NDArray[np.int32], margins: NDArray[np.float32]) -> None:
-        """Write the margins of a row's documents; the last document is padding, with margin 0."""
-        own = part.documents[int(part.ends[number - 1]) if number else 0 : int(part.ends[number])]
-        margins[:] = np.append(part.tokens.margins[own], np.float32(0))[documents]
 
     def _told(self, chosen: NDArray[np.int64], window: NDArray[np.int64]) -> dict[str, Any]:
         """The stored scores of the targets of some rows."""
@@ -168,18 +158,7 @@ class Samples:
         """The part each sample is in, and its window there."""
         if not self.shuffled:
             return self._round_robin(numbers % self.count)
-        if not self.weights:
-            epoch, place = numbers // self.count, numbers % self.count
-            place = permute(place, self.count, key_of(self.seed, _ORDER, epoch))
-            chosen = np.searchsorted(self._ends, place, side="right")
-            return chosen, place - (self._ends - self._counts)[chosen]
-        chosen, index = mixture(numbers, self.weights, int(key_of(self.seed, _MIXTURE)[0]))
-        window = np.empty_like(index)
-        for part in np.unique(chosen).tolist():
-            mine = chosen == part
-            epoch, place = index[mine] // self._counts[part], index[mine] % self._counts[part]
-            window[mine] = permute(place, int(self._counts[part]), key_of(self.seed, _ORDER, part, epoch))
-        return chosen, window
+        return shuffled(numbers, self._counts, self.weights, self.seed, _ORDER, _MIXTURE)
 
     def _round_robin(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The part and window of each sample, round-robin over the parts; an exhausted part is skipped."""
@@ -201,9 +180,8 @@ def target_places(part: Windows | Packs, number: int, length: int) -> NDArray[np
         start = (part.first + number) * length
         return np.arange(start + 1, start + length + 1)
     places = np.full(length, -1, dtype=np.int64)
-    at, span = 0, slice(int(part.ends[number - 1]) if number else 0, int(part.ends[number]))
-    for document, kept in zip(part.documents[span].tolist(), part.kept[span].tolist(), strict=True):
-        first = int(part.tokens.ends[document - 1]) if document else 0
+    at = 0
+    for _, first, kept in part.row(number):
         places[at : at + kept - 1] = np.arange(first + 1, first + kept)
         at += kept if part.whole else kept - 1
     return places
@@ -217,14 +195,12 @@ def fill(
     positions: NDArray[np.int64],
     documents: NDArray[np.int32],
     labels: NDArray[np.int8] | None,
+    margins: NDArray[np.float32] | None,
 ) -> None:
     """Write a row of packed documents into arrays of its length. The padding is one more document, without targets."""
-    source = packs.tokens
-    at, begin = 0, int(packs.ends[number - 1]) if number else 0
-    span = slice(begin, int(packs.ends[number]))
+    source, at, n = packs.tokens, 0, -1
     targets[:] = IGNORE_INDEX
-    for n, (document, kept) in enumerate(zip(packs.documents[span].tolist(), packs.kept[span].tolist(), strict=True)):
-        first = int(source.ends[document - 1]) if document else 0
+    for n, (document, first, kept) in enumerate(packs.row(number)):
         own = source.read(first, first + kept)
         places = kept if packs.whole else kept - 1
         place = slice(at, at + places)
@@ -238,10 +214,12 @@ def fill(
         documents[place] = n
         if labels is not None and source.index.kind == "preference":
             labels[place] = source.labels[document]
+        if margins is not None and source.index.margins:
+            margins[place] = source.margins[document]
         at += places
     tokens[at:] = source.index.tokenizer["end"]
     positions[at:] = np.arange(len(tokens) - at)
-    documents[at:] = span.stop - span.start
+    documents[at:] = n + 1
 
 
 def _inside_documents(ends: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -6,9 +6,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.data.batches import Samples, Windows, windows_in
 from shardwise.data.corpus import builtin_corpus
@@ -34,38 +36,19 @@ class Data:
 def open_data(run: Run) -> Data:
     """Open the data a run names; all problems are reported at once."""
     data, length = run.data, run.train.seq_len
-    problems: list[Problem] = []
-    if data.sets:
-        train = _open_all(data.sets, "data.sets", problems)
-        validation = _open_all(data.validation, "data.validation", problems)
-    else:
+    train, validation = _open_sets(run)
+    if not data.sets:
         corpus = builtin_corpus()
         train = [TokenSet.open(corpus / "train")]
-        validation = _open_all(data.validation, "data.validation", problems) or [TokenSet.open(corpus / "validation")]
-    if problems:
-        raise UserError(*problems)
+        validation = validation or [TokenSet.open(corpus / "validation")]
 
+    problems: list[Problem] = []
     held_out = not validation
     if held_out and not data.holdout and run.train.eval_every:
         message = "is 0 and data.validation is empty: set one of them, or train.eval_every = 0"
         problems.append(Problem(message, "data.holdout"))
-    problems += _same_tokenizer(train + validation)
-    vocab = max(s.index.tokenizer["vocab"] for s in train + validation)
-    if vocab > run.model.vocab:
-        message = f"{run.model.vocab} is too small for the data's tokenizer; set model.vocab = {vocab}, or more"
-        problems.append(Problem(message, "model.vocab"))
-
-    problems += [_only_prompts(each) for each in train + validation if each.index.kind == "prompts"]
-    if FACTS[run.objective.kind].pairs:
-        problems += [_no_pairs(each, run) for each in train + validation if not each.index.paired]
-    if run.objective.margins:
-        message = (
-            'says of no pair by how much it differs; build it of rows with a "margin", or leave objective.margins off'
-        )
-        without = [each for each in train + validation if each.index.paired and not each.index.margins]
-        problems += [Problem(message, "data.sets", str(each.folder)) for each in without]
-    if FACTS[run.objective.kind].labels:
-        problems += [_no_verdicts(each, run) for each in train + validation if each.index.kind != "preference"]
+    problems += _other_tokenizers(run, train + validation)
+    problems += [problem for each in train + validation for problem in _nothing_to_learn(run, each)]
     told = [opened(run, each, key, problems) for each, key in ((train, "data.sets"), (validation, "data.validation"))]
     whole = FACTS[run.objective.kind].scores
     training, evaluation = [], []
@@ -99,20 +82,11 @@ def open_data(run: Run) -> Data:
 
 def rows_to_score(run: Run) -> list[tuple[TokenSet, Samples]]:
     """Every set of a run with all its rows in order, for a frozen network to score."""
-    data, problems = run.data, list[Problem]()
-    sets = [
-        _open_all(named, key, problems)
-        for named, key in ((data.sets, "data.sets"), (data.validation, "data.validation"))
-    ]
-    if not data.sets:
-        message = "is empty, and what is said of the tokens of a set is written beside it; name sets of your own"
-        problems.append(Problem(message, "data.sets"))
-    if problems:
-        raise UserError(*problems)
-    parts = [(each, _split(each, run.train.seq_len, 0.0, False)[0]) for several in sets for each in several]
-    separate = data.separate_documents
+    message = "is empty, and what is said of the tokens of a set is written beside it; name sets of your own"
+    length, separate = run.train.seq_len, run.data.separate_documents
     return [
-        (each, Samples([part], run.train.seq_len, shuffled=False, separate_documents=separate)) for each, part in parts
+        (each, Samples([_split(each, length, 0.0, False)[0]], length, shuffled=False, separate_documents=separate))
+        for each in chain(*_open_sets(run, message))
     ]
 
 
@@ -131,33 +105,24 @@ class PromptData:
 def open_prompts(run: Run) -> PromptData:
     """Open the prompts a run names, without those that leave no room for an answer; all problems are reported at once."""
     data, most = run.data, run.train.seq_len - run.objective.completion_tokens
+    message = "is empty, and answers need prompts: `shardwise data build --chat` makes a set of them"
+    train, validation = _open_sets(run, message)
     problems: list[Problem] = []
-    if not data.sets:
-        message = "is empty, and answers need prompts: `shardwise data build --chat` makes a set of them"
-        raise UserError(Problem(message, "data.sets"))
-    train = _open_all(data.sets, "data.sets", problems)
-    validation = _open_all(data.validation, "data.validation", problems)
-    if problems:
-        raise UserError(*problems)
     for key, sets in (("data.sets", train), ("data.validation", validation)):
         message = "holds no prompts with their rows, which are answered; build it of rows with a `prompt` and no answer"
         problems += [Problem(message, key, str(each.folder)) for each in sets if each.index.kind != "prompts"]
-    problems += _same_tokenizer(train + validation)
-    vocab = max(each.index.tokenizer["vocab"] for each in train + validation)
-    if vocab > run.model.vocab:
-        message = f"{run.model.vocab} is too small for the data's tokenizer; set model.vocab = {vocab}, or more"
-        problems.append(Problem(message, "model.vocab"))
+    problems += _other_tokenizers(run, train + validation)
     if problems:
         raise UserError(*problems)
-    learned, held_out = [], []
+    learned, held_out = [], [_fitting(each, most) for each in validation]
     too_long = 0
     for each in train:
-        lengths = np.diff(each.ends.astype(np.int64), prepend=0)
-        fitting = np.flatnonzero(lengths <= most)
-        too_long += len(lengths) - len(fitting)
+        fitting = _fitting(each, most)
+        too_long += each.documents - len(fitting)
         reserved = max(round(len(fitting) * data.holdout), 1) if data.holdout and not validation else 0
         learned.append(fitting[: len(fitting) - reserved])
-        held_out.append(fitting[len(fitting) - reserved :])
+        if not validation:
+            held_out.append(fitting[len(fitting) - reserved :])
         if not len(learned[-1]):
             message = f"has no prompt of at most {most} tokens: train.seq_len less objective.completion_tokens"
             problems.append(
@@ -165,16 +130,18 @@ def open_prompts(run: Run) -> PromptData:
             )
     if problems:
         raise UserError(*problems)
-    others = validation or train
-    if validation:
-        held_out = [np.flatnonzero(np.diff(each.ends.astype(np.int64), prepend=0) <= most) for each in validation]
     return PromptData(
-        train=Prompts(train, run.train.seed, documents=learned, weights=data.weights),
-        validation=Prompts(others, shuffled=False, documents=held_out),
+        train=Prompts(train, learned, run.train.seed, weights=data.weights),
+        validation=Prompts(validation or train, held_out, shuffled=False),
         tokenizer=train[0].tokenizer(),
         fingerprint=_fingerprint(train, validation),
         too_long=too_long,
     )
+
+
+def _fitting(tokens: TokenSet, most: int) -> NDArray[np.int64]:
+    """The documents of at most this many tokens."""
+    return np.flatnonzero(np.diff(tokens.ends.astype(np.int64), prepend=0) <= most)
 
 
 def _split(tokens: TokenSet, length: int, holdout: float, whole: bool) -> tuple[Windows | Packs, Windows | Packs]:
@@ -189,40 +156,53 @@ def _split(tokens: TokenSet, length: int, holdout: float, whole: bool) -> tuple[
     return pack(tokens, length, 0, edge, whole), pack(tokens, length, edge, whole=whole)
 
 
-def _no_pairs(tokens: TokenSet, run: Run) -> Problem:
-    message = (
-        f"holds no pairs, which objective.kind = {run.objective.kind} learns from; "
-        "`shardwise data build --chat` makes them of rows with `chosen` and `rejected`"
+def _nothing_to_learn(run: Run, tokens: TokenSet) -> list[Problem]:
+    """The reasons why the objective of a run cannot learn from a set."""
+    index, kind = tokens.index, run.objective.kind
+    made = "`shardwise data build --chat` makes them of rows with"
+    rules = (
+        (
+            index.kind == "prompts",
+            "holds prompts without answers, which there is nothing to learn from; they are for objectives that make the answers",
+        ),
+        (
+            FACTS[kind].pairs and not index.paired,
+            f"holds no pairs, which objective.kind = {kind} learns from; {made} `chosen` and `rejected`",
+        ),
+        (
+            run.objective.margins and index.paired and not index.margins,
+            'says of no pair by how much it differs; build it of rows with a "margin", or leave objective.margins off',
+        ),
+        (
+            FACTS[kind].labels and index.kind != "preference",
+            f"holds no verdicts, which objective.kind = {kind} learns from; {made} `prompt`, `completion` and `label`, or of pairs",
+        ),
     )
-    return Problem(message, "data.sets", str(tokens.folder))
+    return [Problem(message, "data.sets", str(tokens.folder)) for wrong, message in rules if wrong]
 
 
-def _no_verdicts(tokens: TokenSet, run: Run) -> Problem:
-    message = (
-        f"holds no verdicts, which objective.kind = {run.objective.kind} learns from; "
-        "`shardwise data build --chat` makes them of rows with `prompt`, `completion` and `label`, or of pairs"
-    )
-    return Problem(message, "data.sets", str(tokens.folder))
+def _open_sets(run: Run, empty: str = "") -> list[list[TokenSet]]:
+    """The sets that a run names, those to train on and those to validate on. `empty`: the problem with a run that names none."""
+    problems: list[Problem] = []
+    found: list[list[TokenSet]] = []
+    for key, folders in (("data.sets", run.data.sets), ("data.validation", run.data.validation)):
+        found.append([])
+        for folder in folders:
+            try:
+                found[-1].append(TokenSet.open(folder))
+            except UserError as e:
+                problems += [Problem(p.message, key, p.where) for p in e.problems]
+    if empty and not run.data.sets:
+        problems.append(Problem(empty, "data.sets"))
+    if problems:
+        raise UserError(*problems)
+    return found
 
 
-def _only_prompts(tokens: TokenSet) -> Problem:
-    message = "holds prompts without answers, which there is nothing to learn from; they are for objectives that make the answers"
-    return Problem(message, "data.sets", str(tokens.folder))
-
-
-def _open_all(folders: Sequence[str], key: str, problems: list[Problem]) -> list[TokenSet]:
-    opened = []
-    for folder in folders:
-        try:
-            opened.append(TokenSet.open(folder))
-        except UserError as e:
-            problems += [Problem(p.message, key, p.where) for p in e.problems]
-    return opened
-
-
-def _same_tokenizer(sets: Sequence[TokenSet]) -> list[Problem]:
+def _other_tokenizers(run: Run, sets: Sequence[TokenSet]) -> list[Problem]:
+    """Sets that were made with different tokenizers, or with a larger one than the model has room for."""
     first = sets[0]
-    return [
+    problems = [
         Problem(
             f"was made with another tokenizer ({_describe(each)}) than {first.folder} ({_describe(first)}); "
             "build both with the same one",
@@ -231,6 +211,11 @@ def _same_tokenizer(sets: Sequence[TokenSet]) -> list[Problem]:
         for each in sets[1:]
         if each.index.tokenizer != first.index.tokenizer
     ]
+    vocab = max(each.index.tokenizer["vocab"] for each in sets)
+    if vocab > run.model.vocab:
+        message = f"{run.model.vocab} is too small for the data's tokenizer; set model.vocab = {vocab}, or more"
+        problems.append(Problem(message, "model.vocab"))
+    return problems
 
 
 def _describe(tokens: TokenSet) -> str:
@@ -239,13 +224,11 @@ def _describe(tokens: TokenSet) -> str:
 
 def _too_short(tokens: TokenSet, length: int, key: str, more: str) -> Problem:
     if tokens.index.marked:
-        message = (
-            f"has {tokens.documents} documents, of which none has anything to learn within train.seq_len = {length}"
-        )
-        return Problem(
-            f"{message} tokens" if not more else f"{message} tokens, or there is none{more}", key, str(tokens.folder)
-        )
-    message = f"has {tokens.tokens} tokens, too few for one sequence of train.seq_len = {length}{more}"
+        within = f"within train.seq_len = {length} tokens"
+        message = f"has {tokens.documents} documents, of which none has anything to learn {within}"
+        message += f", or there is none{more}" if more else ""
+    else:
+        message = f"has {tokens.tokens} tokens, too few for one sequence of train.seq_len = {length}{more}"
     return Problem(message, key, str(tokens.folder))
 
 

@@ -99,8 +99,32 @@ def mixture(index: ArrayLike, weights: Sequence[float], seed: int) -> tuple[Ints
     """
     numbers = np.asarray(index, dtype=np.int64)
     quota = quotas(weights)
-    ends = np.cumsum(quota)
     block, slot = numbers // BLOCK, numbers % BLOCK
-    place = permute(slot, BLOCK, key_of(seed, block.ravel()))
-    chosen = np.searchsorted(ends, place, side="right")
-    return chosen, block * quota[chosen] + place - (ends - quota)[chosen]
+    chosen, place = divided(permute(slot, BLOCK, key_of(seed, block.ravel())), quota)
+    return chosen, block * quota[chosen] + place
+
+
+def divided(places: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """For each place in a row of sets of these sizes: the set it is in, and its place there."""
+    ends = np.cumsum(counts)
+    chosen = np.searchsorted(ends, places, side="right")
+    return chosen, places - (ends - counts)[chosen]
+
+
+def shuffled(
+    numbers: Ints, counts: Ints, weights: Sequence[float], seed: int, order: int, share: int
+) -> tuple[Ints, Ints]:
+    """For each sample of sets of these sizes: the set it comes from, and its place there.
+
+    Without weights, an epoch visits every place of every set once, in its own order. With weights, sets are drawn by their share
+    and each has its own epochs. `order` and `share` keep the uses of the seed apart.
+    """
+    if not weights:
+        count = int(counts.sum())
+        return divided(permute(numbers % count, count, key_of(seed, order, numbers // count)), counts)
+    chosen, index = mixture(numbers, weights, int(key_of(seed, share)[0]))
+    places = np.empty_like(index)
+    for part in np.unique(chosen).tolist():
+        mine, count = chosen == part, int(counts[part])
+        places[mine] = permute(index[mine] % count, count, key_of(seed, order, part, index[mine] // count))
+    return chosen, places

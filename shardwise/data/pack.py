@@ -11,6 +11,7 @@ a row. Documents that then have no token left to learn are left out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,10 +77,6 @@ class Packs:
     kept: Ints
     """Tokens kept of each document in `documents`."""
     ends: Ints
-    cut: int
-    """Documents that lost their end."""
-    left_out: int
-    """Documents without a token to learn within a row."""
     whole: bool = False
     """Whether the last token of a document has a position too. It is then the only one with a target: itself."""
 
@@ -87,13 +84,19 @@ class Packs:
     def count(self) -> int:
         return len(self.ends)
 
+    def row(self, number: int) -> Iterator[tuple[int, int, int]]:
+        """Each document of a row, with its first token and the tokens kept of it."""
+        span = slice(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
+        for document, kept in zip(self.documents[span].tolist(), self.kept[span].tolist(), strict=True):
+            yield document, self.tokens.start(document), kept
+
 
 def pack(tokens: TokenSet, length: int, first: int = 0, stop: int | None = None, whole: bool = False) -> Packs:
     """Pack the documents `first` to `stop` of a set into rows of `length`, both of a pair into one row. `whole` includes their
     last token."""
     stop = tokens.documents if stop is None else stop
     ends = tokens.ends[first:stop].astype(np.int64)
-    begins = np.concatenate([[int(tokens.ends[first - 1]) if first else 0], ends[:-1]]) if len(ends) else ends
+    begins = np.concatenate([[tokens.start(first)], ends[:-1]]) if len(ends) else ends
     more = 0 if whole else 1  # tokens per document without a position
     sizes = ends - begins - more
     group = 2 if tokens.index.paired else 1
@@ -108,15 +111,7 @@ def pack(tokens: TokenSet, length: int, first: int = 0, stop: int | None = None,
     order, row_ends = best_fit(kept[which].sum(axis=1), length)
     chosen = which[order]
     documents = (first + chosen[:, None] * group + np.arange(group)).ravel()
-    return Packs(
-        tokens,
-        documents,
-        kept[chosen].ravel() + more,
-        row_ends * group,
-        cut=int((kept[which] < sizes.reshape(-1, group)[which]).sum()),
-        left_out=int((~usable).sum()) * group,
-        whole=whole,
-    )
+    return Packs(tokens, documents, kept[chosen].ravel() + more, row_ends * group, whole)
 
 
 def _fitting(sizes: Ints, length: int) -> Ints:

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shardwise.data.order import key_of, mixture, permute
+from shardwise.data.order import divided, shuffled
 from shardwise.data.shards import TokenSet
-from shardwise.run.problems import Problem, UserError
 
 _ORDER, _MIXTURE = 3, 7
 
@@ -32,25 +31,21 @@ class Prompts:
     def __init__(
         self,
         sets: Sequence[TokenSet],
+        documents: Sequence[NDArray[np.int64]],
         seed: int = 0,
         shuffled: bool = True,
-        documents: Sequence[NDArray[np.int64]] | None = None,
         weights: Sequence[float] = (),
     ) -> None:
-        """`documents`: the documents used of each set; None: all. `weights`: the proportions of the sets; none: by their sizes."""
-        wrong = [each for each in sets if each.index.kind != "prompts"]
-        if wrong:
-            raise UserError(*(Problem("holds no prompts with their rows", "data.sets", str(s.folder)) for s in wrong))
+        """`documents`: the documents used of each set. `weights`: the proportions of the sets; none: by their sizes."""
         self.sets, self.seed, self.shuffled = tuple(sets), seed, shuffled
-        self._documents = [np.arange(each.documents) for each in sets] if documents is None else list(documents)
+        self._documents = list(documents)
         self.weights = tuple(weights)
         self._counts = np.array([len(each) for each in self._documents], dtype=np.int64)
-        self._ends = np.cumsum(self._counts)
 
     @property
     def count(self) -> int:
         """Prompts in an epoch."""
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._counts.sum())
 
     def take(self, indices: ArrayLike) -> list[Prompt]:
         """The prompts of samples with these indices."""
@@ -62,24 +57,12 @@ class Prompts:
         for number, nth in zip(chosen.tolist(), places.tolist(), strict=True):
             own = self.sets[number]
             document = int(self._documents[number][nth])
-            start = int(own.ends[document - 1]) if document else 0
-            found.append(Prompt(own.read(start, int(own.ends[document])).astype(np.int64), own.row(document)))
+            tokens = own.read(own.start(document), int(own.ends[document])).astype(np.int64)
+            found.append(Prompt(tokens, own.row(document)))
         return found
-
-    __call__ = take
 
     def _find(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The set of each sample, and its place among the documents used of it."""
-        if self.weights and self.shuffled:
-            chosen, index = mixture(numbers, self.weights, int(key_of(self.seed, _MIXTURE)[0]))
-            nth = np.empty_like(index)
-            for number in np.unique(chosen).tolist():
-                mine, count = chosen == number, int(self._counts[number])
-                epochs, places = index[mine] // count, index[mine] % count
-                nth[mine] = permute(places, count, key_of(self.seed, _ORDER, number, epochs))
-            return chosen, nth
-        epochs, places = numbers // self.count, numbers % self.count
         if self.shuffled:
-            places = permute(places, self.count, key_of(self.seed, _ORDER, epochs))
-        chosen = np.searchsorted(self._ends, places, side="right")
-        return chosen, places - (self._ends - self._counts)[chosen]
+            return shuffled(numbers, self._counts, self.weights, self.seed, _ORDER, _MIXTURE)
+        return divided(numbers % self.count, self._counts)

@@ -262,6 +262,10 @@ class TokenSet:
     def _row_ends(self) -> NDArray[Any]:
         return _map(self.folder / ROW_ENDS, LENGTHS[ROW_ENDS], self.documents)
 
+    def start(self, document: int) -> int:
+        """The first token of a document."""
+        return int(self.ends[document - 1]) if document else 0
+
     def row(self, document: int) -> dict[str, Any]:
         """The row that a prompt comes from."""
         ends = self._row_ends

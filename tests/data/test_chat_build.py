@@ -238,7 +238,7 @@ def test_labels_and_prompts(tmp_path: Path) -> None:
     assert (tokens.index.kind, tokens.index.paired) == ("preference", False)
     assert tokens.labels.tolist() == [int(row["label"]) for row in rows]
     asked = [{"prompt": f"question {n}", "answer": n, "more": {"x": ["ü"]}} for n in range(7)]
-    prompts = Prompts([make(tmp_path, asked, "prompts")], seed=5)
+    prompts = Prompts([make(tmp_path, asked, "prompts")], [np.arange(7)], seed=5)
     found = prompts.take(np.arange(14))
     for epoch in (found[:7], found[7:]):
         assert sorted(each.row["answer"] for each in epoch) == list(range(7))
