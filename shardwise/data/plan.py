@@ -15,7 +15,7 @@ from shardwise.data.chat.files import FILE as TEMPLATE
 from shardwise.data.documents import TEXT_PART
 from shardwise.data.inputs import Input, unit_bytes
 from shardwise.data.shards import DOCUMENTS, LABELS, MARGINS, PROMPTS, ROW_ENDS, ROWS, SKIPPED, TokenSet
-from shardwise.data.tokenizer import FILE, MARKER, Tokenizer
+from shardwise.data.tokenizer import FILE, MARKER, Tokenizer, facts_of
 from shardwise.files import write_atomically
 from shardwise.run.problems import Problem, UserError
 from shardwise.run.vocabulary import INDEX
@@ -32,12 +32,7 @@ def make_plan(
     """Everything that determines the result of a build."""
     return {
         "version": _VERSION,
-        "tokenizer": {
-            "kind": tokenizer.kind,
-            "vocab": tokenizer.vocab,
-            "end": tokenizer.end,
-            "digest": tokenizer.digest,
-        },
+        "tokenizer": facts_of(tokenizer),
         "field": field,
         "shard_tokens": shard_tokens,
         "cut": {"unit_bytes": unit_bytes(inputs), "text_part": TEXT_PART},

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.data.shards import DOCUMENTS, DTYPES, ENDS, SHARD_TOKENS, SKIPPED, Index, dtype_for, mask_of
-from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.tokenizer import Tokenizer, facts_of
 
 
 class ShardWriter:
@@ -125,12 +125,7 @@ class ShardWriter:
             skipped=skipped,
             text_bytes=text_bytes,
             shards=tuple(self._shards),
-            tokenizer={
-                "kind": self.tokenizer.kind,
-                "vocab": self.tokenizer.vocab,
-                "end": self.tokenizer.end,
-                "digest": self.tokenizer.digest,
-            },
+            tokenizer=facts_of(self.tokenizer),
             source=tuple(source),
             fingerprint=self._hash.hexdigest(),
             kind=self.kind,
