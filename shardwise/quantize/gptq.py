@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.model.quantized.matrix import QuantizedMatrix
-from shardwise.model.quantized.rounding import assembled, integers_of, scales_of, stored_scale_dtype
+from shardwise.model.quantized.rounding import assembled, integers_of, scales_of, stored_scale_dtype, values_of
 from shardwise.run import UserError
 from shardwise.run.weights import WeightFormat
 
@@ -84,8 +84,7 @@ def gptq(
             values = left[:, column]
             rounded = integers_of(values, scale, point, form)
             integers[:, column] = rounded
-            offset = 0 if form.kind != "int4" else 8 if point is None else point.to(values.dtype)
-            error = (values - (rounded.to(values.dtype) - offset) * scale.to(values.dtype)) / inverse[column, column]
+            error = (values - values_of(rounded, scale, point, form, values.dtype)) / inverse[column, column]
             errors[:, column - start] = error
             left[:, column:stop] -= error[:, None] * inverse[column, column:stop]
         left[:, stop:] -= errors @ inverse[start:stop, stop:]

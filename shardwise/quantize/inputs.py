@@ -4,7 +4,7 @@ products of its inputs (from which GPTQ makes the Hessian), and the mean and the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,10 @@ class Inputs:
         )
 
     def add(self, rows: Tensor, expert: int | None = None) -> None:
-        """Add rows."""
+        """Add rows [..., in]."""
+        rows = rows.detach().float().flatten(0, -2)
         if not len(rows):
             return
-        rows = rows.detach().float()
         where: Any = ... if expert is None else expert
         self.products[where] += rows.T @ rows
         self.sizes[where] += rows.abs().sum(0)
@@ -70,18 +70,15 @@ def recorded(block: Block, sites: list[Site], device: torch.device) -> Iterator[
     found: dict[str, Inputs] = {}
     handles = []
 
-    def taking(name: str, width: int) -> Callable[[Tensor], None]:
-        found[name] = Inputs.none(width, device)
-        return lambda x: found[name].add(x.flatten(0, -2))
+    def watch(site: Site, module: nn.Module) -> None:
+        found[site.source] = into = Inputs.none(block.get_parameter(site.matrices[-1]).shape[-1], device)
+        handles.append(module.register_forward_hook(lambda _, x, out: into.add(out if site.follows_norm else x[0])))
 
     for site in sites:
-        width = block.get_parameter(site.matrices[-1]).shape[-1]
         if site.follows_norm:
-            norm = block.get_submodule(site.before)
-            handles.append(norm.register_forward_hook(_of_output(taking(site.source, width))))
+            watch(site, block.get_submodule(site.before))
         elif ".experts." not in site.matrices[0]:
-            module = block.get_submodule(site.matrices[0].removesuffix(".weight"))
-            handles.append(module.register_forward_pre_hook(_of_input(taking(site.source, width))))
+            watch(site, block.get_submodule(site.matrices[0].removesuffix(".weight")))
     experts = block.ffn.experts if isinstance(block.ffn, MoE) else None
     if experts is not None:
         _record_experts(experts, found, device)
@@ -92,14 +89,6 @@ def recorded(block: Block, sites: list[Site], device: torch.device) -> Iterator[
             handle.remove()
         if experts is not None:
             del experts.multiply
-
-
-def _of_output(take: Callable[[Tensor], None]) -> Callable[[nn.Module, Any, Tensor], None]:
-    return lambda module, inputs, output: take(output)
-
-
-def _of_input(take: Callable[[Tensor], None]) -> Callable[[nn.Module, Any], None]:
-    return lambda module, inputs: take(inputs[0])
 
 
 def _record_experts(experts: Experts, found: dict[str, Inputs], device: torch.device) -> None:

@@ -91,8 +91,7 @@ def _quantize_block(block: Block, samples: list[Sample], settings: Settings, dty
         for name in site.matrices:
             given = inputs_of(found, site, name) if found else None
             weight = block.get_parameter(name).detach()
-            kept = dtype or weight.dtype
-            made = _rounded(name, weight, given, settings, kept)
+            made = _rounded(name, weight, given, settings, dtype or weight.dtype)
             if made is not None:
                 put_matrix(block, name, made)
     use_quantized_gemms(block)
@@ -124,13 +123,9 @@ def _balance(block: Block, site: Site, found: dict[str, Inputs], settings: Setti
     fold(block, site, scale)
     scaled = {id(each): each for each in (overall, *(inputs_of(found, site, name) for name in site.matrices))}
     for each in scaled.values():
-        _scale_inputs(each, scale)
-
-
-def _scale_inputs(inputs: Inputs, scale: Tensor) -> None:
-    inputs.products /= scale.unsqueeze(-1) * scale.unsqueeze(-2)
-    inputs.sizes /= scale
-    inputs.largest /= scale
+        each.products /= scale.unsqueeze(-1) * scale.unsqueeze(-2)
+        each.sizes /= scale
+        each.largest /= scale
 
 
 def _largest(weight: Tensor, own: bool) -> Tensor:

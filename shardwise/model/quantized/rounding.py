@@ -44,11 +44,29 @@ def integers_of(weight: Tensor, scale: Tensor, zero: Tensor | None, form: Weight
     return (scaled.round() + offset).clamp(0, 15).to(torch.uint8)
 
 
+def values_of(integers: Tensor, scale: Tensor, zero: Tensor | None, form: WeightFormat, dtype: torch.dtype) -> Tensor:
+    """The weights that numbers of the format stand for."""
+    offset = 0 if form.kind != "int4" else 8 if zero is None else zero.to(dtype)
+    return (integers.to(dtype) - offset) * scale.to(dtype)
+
+
 def stored_scale_dtype(form: WeightFormat, dtype: torch.dtype) -> torch.dtype:
     """The dtype of stored scales: 16 bits for int4 weights, float32 for 8-bit weights, which have few scales."""
     if form.kind != "int4":
         return torch.float32
     return torch.float16 if dtype == torch.float16 else torch.bfloat16
+
+
+def rounded_groups(
+    weight: Tensor, form: WeightFormat, dtype: torch.dtype, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The nearest numbers in groups [..., out, groups, group], their scales, and their zero points if there are any, of weights
+    [..., out, in]. `keep` [out, groups]: the fraction of each group's range that is kept."""
+    groups = weight.unflatten(-1, (-1, form.group_of(weight.shape[-1])))
+    kept = groups if keep is None else groups * keep[..., None]
+    scale, zero = scales_of(kept, form, stored_scale_dtype(form, dtype))
+    integers = integers_of(groups, scale[..., None], None if zero is None else zero[..., None], form)
+    return integers, scale, zero
 
 
 def assembled(
@@ -70,14 +88,11 @@ def assembled(
 def round_matrix(weight: Tensor, form: WeightFormat, dtype: torch.dtype | None = None) -> QuantizedMatrix | None:
     """A matrix, or a stack, rounded to nearest; None where int4 groups do not fit its rows. `dtype` is the compute dtype."""
     dtype = dtype or weight.dtype
-    group = form.group_of(weight.shape[-1])
-    if not group:
+    if not form.group_of(weight.shape[-1]):
         return None
     if weight.ndim > 2:  # one at a time, so that little more than the result is held
         made = [round_matrix(each, form, dtype) for each in weight]
         return QuantizedMatrix.joined([each for each in made if each is not None], stack=True)
     wide = weight if weight.dtype == torch.float64 else weight.float()
-    groups = wide.unflatten(-1, (-1, group))
-    scale, zero = scales_of(groups, form, stored_scale_dtype(form, dtype))
-    integers = integers_of(groups, scale[..., None], None if zero is None else zero[..., None], form)
+    integers, scale, zero = rounded_groups(wide, form, dtype)
     return assembled(integers.flatten(-2), scale, zero, form, dtype)
