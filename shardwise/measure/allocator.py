@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.measure.counts.memory import gradients_of, optimizer_of, parameters_of, storage_of
-from shardwise.measure.counts.module_work import module_names
+from shardwise.measure.counts.modules import module_names
 from shardwise.parallel.observer import Observer
 from shardwise.schedules import Action
 from shardwise.train.step import TrainState

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.labels import label
 from shardwise.ledger import AXIS_OF
-from shardwise.measure.counts.module_work import ROOT, module_names
+from shardwise.measure.counts.modules import ROOT, module_names
 from shardwise.measure.counts.traffic import TrafficCounter
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.observer import Observer

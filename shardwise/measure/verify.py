@@ -174,7 +174,7 @@ def _by_axis(wire: TrafficCounter) -> Traffic:
 
 def planned(run: Run, rank: int) -> Account:
     """The planned account of one rank, without its time."""
-    owners = state_bytes(run, rank) | {"activations": activations(run, rank)}
+    owners = state_bytes(run, rank) | {"activations": activations(planned_rank(run, rank))}
     held = float(hosted(run).held) if run.memory.hosts_optimizer else 0.0
     if run.memory.activations == "host":
         held += activations_away(planned_rank(run, rank))

@@ -13,7 +13,7 @@ import cases
 import numpy as np
 import pytest
 import torch
-from observed import Routed, note_rows
+from observed import Routed, note_rows, saved_activations
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -26,7 +26,7 @@ from shardwise.plan.plan import plan
 from shardwise.plan.trainer import memory as memory_module
 from shardwise.plan.trainer import rank as rank_module
 from shardwise.plan.trainer.rank import PlannedRank, planned_rank
-from shardwise.plan.trainer.state import activations, gathered, peak_gradients, saved_activations, state_bytes
+from shardwise.plan.trainer.state import activations, gathered, peak_gradients, state_bytes
 from shardwise.run import Run, run_from_dict
 from shardwise.run.derive import keeps_compute_copies
 from shardwise.train.step import TrainState
@@ -75,10 +75,9 @@ def test_tensors_without_data_are_counted_alike() -> None:
 def test_plan_gives_these_numbers() -> None:
     run = cases.make_run("tied", dict(pipeline=2, shard=2, zero=1), **NARROW)
     for stage, owners in enumerate(plan(run).account.memory.ranks):
-        own = state_bytes(run, 2 * stage) | dict(
-            activations=activations(run, 2 * stage), gathered=gathered(run, 2 * stage)
-        )
-        own["gradients"] = peak_gradients(run, 2 * stage)
+        place, own = planned_rank(run, 2 * stage), state_bytes(run, 2 * stage)
+        own |= dict(activations=activations(place), gathered=gathered(place))
+        own["gradients"] = peak_gradients(place, own["gradients"])
         assert {owner: owners[owner] for owner in own} == own
 
 

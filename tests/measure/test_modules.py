@@ -9,7 +9,7 @@ import cases
 import pytest
 
 from shardwise.measure.counts.memory import measure_memory
-from shardwise.measure.counts.module_work import OPTIMIZER, module_activations, module_flops
+from shardwise.measure.counts.modules import OPTIMIZER, module_activations, module_flops
 from shardwise.measure.dry import dry_rank, even_routing
 from shardwise.measure.verify import random_batch
 from shardwise.plan.trainer.work import work

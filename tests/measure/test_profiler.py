@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import register_flop_formula
 
 import shardwise
-from shardwise.measure.profiler.attention import varlen_flops
+from shardwise.measure.profiler.formulas import varlen_flops
 from shardwise.model.loss import LinearCrossEntropy
 from shardwise.model.transformer import Transformer
 from shardwise.plan.cost.flops import forward_flops, parameters

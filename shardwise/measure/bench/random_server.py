@@ -72,8 +72,7 @@ def served(engine: Engine) -> Iterator[str]:
 def arrival_seconds(engine: Engine) -> float:
     """Extra time to first token of a request over HTTP, compared with the engine called in its own process."""
     from shardwise.serve.load.client import Address
-    from shardwise.serve.load.run import Load, run_load
-    from shardwise.serve.load.summary import summary
+    from shardwise.serve.load.run import Load, run_load, summary
 
     short, few = Lengths(8, 8), Lengths(2, 2)
     settings = ServeConfig(concurrency=1, requests=40)

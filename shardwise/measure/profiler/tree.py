@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
 
-from shardwise.measure.profiler.watch import OUTSIDE, PASSES, RECOMPUTE, Watch
+from shardwise.measure.profiler.watch import OUTSIDE, PASSES, Watch
 
 CONVENTION = (
     "model FLOPs: matrix products, convolutions, attention by the pairs its mask allows; a multiply-add is two; "
@@ -28,18 +29,15 @@ class Cost:
     seconds: dict[str, float] = field(default_factory=dict)
     """By pass."""
 
-    @property
-    def model_flops(self) -> float:
-        """FLOPs without recomputation."""
-        return sum(amount for name, amount in self.flops.items() if not name.startswith(RECOMPUTE))
 
-    def add(self, other: Cost) -> None:
-        """Add another cost to this one."""
-        self.parameters += other.parameters
-        self.activations += other.activations
-        for mine, others in ((self.flops, other.flops), (self.seconds, other.seconds)):
-            for key, value in others.items():
-                mine[key] = mine.get(key, 0.0) + value
+def add_cost(total: Any, cost: Any) -> None:
+    """Add every field of a cost, a number or numbers by name, to another's."""
+    for name, amount in vars(cost).items():
+        if isinstance(amount, dict):
+            sums = getattr(total, name)
+            sums |= {key: sums.get(key, 0.0) + each for key, each in amount.items()}
+        else:
+            setattr(total, name, getattr(total, name) + amount)
 
 
 @dataclass
@@ -77,10 +75,9 @@ def tree_of(module: nn.Module, watch: Watch) -> list[Node]:
         kind = "" if each is None else type(each).__name__
         nodes[name] = Node(name, kind, watch.calls[name], own, Cost())
     for name, node in nodes.items():
-        above = name.split(".") if name not in ("", OUTSIDE) else []
-        homes = [name] if name == OUTSIDE else ["", *(".".join(above[:n]) for n in range(1, len(above) + 1))]
-        for home in homes:
-            nodes[home].whole.add(node.own)
+        homes = [] if name == OUTSIDE else ["", *accumulate(name.split("."), "{}.{}".format)]
+        for home in dict.fromkeys(homes or [name]):
+            add_cost(nodes[home].whole, node.own)
     return list(nodes.values())
 
 

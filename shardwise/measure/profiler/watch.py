@@ -9,6 +9,7 @@ attention, so that attention counts the same whichever kernel is chosen.
 from __future__ import annotations
 
 import contextlib
+import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from typing import Any
@@ -18,9 +19,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from shardwise.measure.profiler.attention import NAMES, bound, kernel_of, recomputed_scores, sdpa_flops
-from shardwise.measure.profiler.clock import Clock
-from shardwise.measure.profiler.formulas import formula_of, is_counted, is_unknown
+from shardwise.measure.profiler.formulas import (
+    NAMES,
+    bound,
+    formula_of,
+    is_counted,
+    is_unknown,
+    kernel_of,
+    recomputed_scores,
+    sdpa_flops,
+)
 from shardwise.torch_private import (
     BareDispatchMode,
     autograd_number,
@@ -38,6 +46,58 @@ NOT_IN_BACKWARD = -1
 MOST_MARKS = 1_000_000
 
 Label = tuple[str, str]
+"""A submodule, and a pass."""
+
+
+class Clock:
+    """Divides time among labels, from `start` to `stop`: the time from one switch to the next belongs to the label that was
+    switched to, so the labels' times add up to the total. On a GPU a switch is an event in the stream, read when the profile ends:
+    nothing waits for it."""
+
+    def __init__(self, device: torch.device, first: Label) -> None:
+        self.on_gpu, self.label, self.first = device.type == "cuda", first, first
+        self.seconds: dict[Label, float] = {}
+        self._then = 0.0
+        self._events: list[tuple[Label, torch.cuda.Event]] = []
+
+    def start(self) -> None:
+        """Start the clock at the first label."""
+        self.label = self.first
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            self._events = [(self.label, _event())]
+        self._then = time.perf_counter()
+
+    def switch(self, label: Label) -> None:
+        """From now on time belongs to this label."""
+        if self.on_gpu:
+            self._events.append((label, _event()))
+        else:
+            now = time.perf_counter()
+            self.seconds[self.label] = self.seconds.get(self.label, 0.0) + now - self._then
+            self._then = now
+        self.label = label
+
+    def stop(self) -> None:
+        """Stop the clock."""
+        self.switch(self.first)
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            for (label, event), (_, following) in zip(self._events, self._events[1:], strict=False):
+                passed = event.elapsed_time(following) / 1e3
+                self.seconds[label] = self.seconds.get(label, 0.0) + passed
+            self._events = []
+
+    @property
+    def total(self) -> float:
+        """Seconds of all labels."""
+        return sum(self.seconds.values())
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class Marks:
@@ -74,7 +134,7 @@ class Watch:
         self.unknown: Counter[str] = Counter()
         """Custom operators without a formula, and their calls."""
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        self.clock: Clock[Label] = Clock(self.device, (OUTSIDE, FORWARD))
+        self.clock = Clock(self.device, (OUTSIDE, FORWARD))
         self._waiting: list[tuple[dict[Any, float], Any, Tensor]] = []
         self._inside: list[tuple[str, bool]] = []
         self._functions: list[_Functions] = []
@@ -90,8 +150,8 @@ class Watch:
 
     def __enter__(self) -> Watch:
         for name, module in self.module.named_modules():
-            before = module.register_forward_pre_hook(_enter(self, name), prepend=True)
-            after = module.register_forward_hook(_leave(self), always_call=True)
+            before = module.register_forward_pre_hook(lambda *_, name=name: self.enter(name), prepend=True)
+            after = module.register_forward_hook(lambda *_: self.leave(), always_call=True)
             self._open.callback(before.remove)
             self._open.callback(after.remove)
         for x in (*self.module.parameters(), *self.module.buffers()):
@@ -266,11 +326,3 @@ class _Functions(TorchFunctionMode):
         if function is nn.functional.scaled_dot_product_attention and not self.watch.attending:
             return self.watch.attend(args, kwargs or {})
         return function(*args, **(kwargs or {}))
-
-
-def _enter(watch: Watch, name: str) -> Any:
-    return lambda *_: watch.enter(name)
-
-
-def _leave(watch: Watch) -> Any:
-    return lambda *_: watch.leave()
