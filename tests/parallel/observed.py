@@ -30,8 +30,9 @@ from shardwise.measure.verify import TOLERANCE, Verdict, counted, planned, rando
 from shardwise.model.initialize import draw
 from shardwise.model.moe.layer import MoE, Router
 from shardwise.model.transformer import Block
-from shardwise.plan.trainer.rank import PlannedRank
-from shardwise.plan.trainer.state import activations, gathered, peak_gradients, saved_activations, state_bytes
+from shardwise.plan.trainer.rank import PlannedRank, planned_rank
+from shardwise.plan.trainer.saved import Rows, saved
+from shardwise.plan.trainer.state import activations, gathered, peak_gradients, state_bytes
 from shardwise.plan.trainer.traffic import by_group
 from shardwise.run import Run
 from shardwise.run.parameters import HEAD, find_parameter
@@ -254,12 +255,13 @@ class Observed:
             del self.records  # on a busy machine a message's buffer may outlive it for a moment
         for rank, record in enumerate(self.records):
             planned = state_bytes(self.run, rank)
-            planned |= dict(gathered=gathered(self.run, rank), unreduced=peak_gradients(self.run, rank))
+            place = planned_rank(self.run, rank)
+            planned |= dict(gathered=gathered(place), unreduced=peak_gradients(place, planned["gradients"]))
             held = {owner: record.memory[owner] for owner in planned}
             assert held == planned, f"{self} rank {rank}: {held}, planned {planned}"
             assert saves_as_planned(self.run, rank, record), f"{self} rank {rank}"
             if not self.run.model.experts:
-                assert activations(self.run, rank) == record.memory["activations"], f"{self} rank {rank}"
+                assert activations(place) == record.memory["activations"], f"{self} rank {rank}"
 
 
 @functools.cache
@@ -277,6 +279,12 @@ def assert_same(got: dict[str, Any], want: dict[str, Any], context: str) -> None
         # Relative to the parameter's size. A key bias has no gradient but rounding, hence a floor to that size.
         worst = np.abs(value - whole[where]).max(initial=0) / max(np.abs(whole).max(), 0.1)
         assert worst < EXACT, f"{context} {name} {worst}"
+
+
+def saved_activations(run: Run, rank: int, rows: Rows | None = None) -> dict[int, int]:
+    """Planned bytes that one microbatch saves for its backward pass, by stage of this rank. `rows`: how tokens were routed."""
+    place = planned_rank(run, rank)
+    return {stage.number: saved(place, stage, rows).whole for stage in place.stages}
 
 
 def saves_as_planned(run: Run, rank: int, record: Record) -> bool:

@@ -22,7 +22,7 @@ from shardwise.plan.time.step import placement_of, play, prepare, step_time
 from shardwise.plan.time.timeline import timeline
 from shardwise.plan.trainer.budgeted import compare_with_greedy
 from shardwise.plan.trainer.rank import PlannedRank
-from shardwise.plan.trainer.state import saved_activations
+from shardwise.plan.trainer.saved import saved as saved_of_stage
 from shardwise.run import Run, run_from_dict
 from shardwise.run.axes import ASYNCHRONOUS
 from shardwise.schedules import SCHEDULES, Cost, make_schedule, peak_activations, time
@@ -377,7 +377,8 @@ def test_a_plan_says_what_layers_save_of_their_budget(
     assert (saved > gib) == over == ("more than a budget" in row[2])
     assert ("in flight" in row[2]) == ("pipeline" in sizes)
     # To the byte, by the trainer's own list: what the layers save beyond what enters them is what full recomputation spares.
-    exact = [sum(saved_activations(one, 0).values()) for one in (run, made(recompute="full"))]
-    layers = sum(len(stage.layers) for stage in PlannedRank(run, 0).stages)
+    places = [PlannedRank(one, 0) for one in (run, made(recompute="full"))]
+    exact = [sum(saved_of_stage(place, stage).whole for stage in place.stages) for place in places]
+    layers = sum(len(stage.layers) for stage in places[0].stages)
     entering = 2 * 8192 * 4096 * 2 / sizes.get("tensor", 1)
     assert saved == pytest.approx((exact[0] - exact[1] + layers * entering) / 2**30, abs=0.25)

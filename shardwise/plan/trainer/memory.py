@@ -101,7 +101,7 @@ class _Estimated(NamedTuple):
 def _rank_memory(place: PlannedRank, job: Job, estimate: _Estimated, same: _Alike) -> dict[str, float]:
     """Bytes of one rank by owner; the layers that ZeRO-3 gathers, and the buffers, come from the estimate."""
     run, standing, estimated = place.run, same.standing, estimate.owners
-    owners = standing.owners | {"activations": state.activations_at(place, same.saves) * same.saved}
+    owners = standing.owners | {"activations": state.activations(place, same.saves) * same.saved}
     if run.layout.gathers_each_pass and run.layout.shard * run.layout.context > 1:
         # Besides, the layers that are gathered at the moment; a prefetched one is the first of them.
         first = max(place.prefetched_shard(stage) for stage in place.stages) * place.size("zero")
@@ -171,12 +171,12 @@ def _standing(run: Run, rank: int) -> _Standing:
     place = planned_rank(run, rank)
     stays = state.state_bytes(run, rank)
     own = stays | dict(
-        gradients=state.peak_gradients(run, rank, stays["gradients"]),
-        gathered=state.gathered(run, rank) + state.made_for_gemms(place),
+        gradients=state.peak_gradients(place, stays["gradients"]),
+        gathered=state.gathered(place) + state.made_for_gemms(place),
         logits=state.logits(place),
     )
     owners = {owner: float(size) for owner, size in own.items()}
-    last, transposed = state.last_gradient(run, rank), state.transposed_gradient(run, rank)
+    last, transposed = state.last_gradient(place), state.transposed_gradient(place)
     return _Standing(owners, last, state.head_shrinks(place), transposed, _left_over(place), _updating(place, stays))
 
 
@@ -210,16 +210,17 @@ class _Alike(NamedTuple):
 
 
 def _alike(place: PlannedRank) -> _Alike:
-    run, rank, lay = place.run, place.rank, place.run.layout
+    run, lay = place.run, place.run.layout
     # Compute copies are kept only where nothing is recomputed. Otherwise recomputation does not change `_Standing`.
     plain = dict(recompute="full", recompute_budget=0.0, recompute_operations=(), recompute_every=1)
     stands = run if place.keeps_compute_copies else replace(run, layout=replace(lay, **plain))  # type: ignore[arg-type]
     saves = state.saved_by_stages(place)
-    saved = 1.0 - state.compiled_away(run, rank) if compiles(run, gpu=planned_on_gpu(run)) else 1.0
+    compiled = compiles(run, gpu=place.fused)
+    saved = 1.0 - state.compiled_away(place) if compiled else 1.0
     recomputed = float(max(stage.recomputed for stage in saves))
     if recomputed:
-        recomputed += state.passing_gradients(run, rank) + _gradients_beyond(place)
-    return _Alike(_standing(stands, rank), saves, saved, recomputed, _saved_behind(place))
+        recomputed += state.passing_gradients(place, compiled=compiled) + _gradients_beyond(place)
+    return _Alike(_standing(stands, place.rank), saves, saved, recomputed, _saved_behind(place))
 
 
 def _gradients_beyond(place: PlannedRank) -> float:

@@ -6,16 +6,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from shardwise.plan.cost.host import STEP_COUNT, HostBytes, device_width, gradients_in_flight, host_bytes
 from shardwise.plan.trainer import compression
 from shardwise.plan.trainer.handed import handed_bytes
 from shardwise.plan.trainer.rank import WIDTHS, PlannedRank, planned_rank, reference_run
 from shardwise.plan.trainer.rows import INTEGER
-from shardwise.plan.trainer.saved import Rows, Saved, recomputed_parts, saved
+from shardwise.plan.trainer.saved import Saved, recomputed_parts, saved
 from shardwise.plan.trainer.secondary import secondary_bytes
 from shardwise.run import Run
-from shardwise.run.derive import chunk_bytes, chunk_rows, compiles, forward_passes, planned_on_gpu
+from shardwise.run.derive import chunk_bytes, chunk_rows, forward_passes
 from shardwise.schedules import PASSES, Schedule, cached_schedule, fewer_rounds, peak_activations, versions_kept
 
 
@@ -125,43 +126,23 @@ def _said_by_teacher(planned: PlannedRank) -> int:
     return planned.run.stage_microbatches * planned.tokens * each
 
 
-def saved_activations(run: Run, rank: int, rows: Rows | None = None) -> dict[int, int]:
-    """Bytes that one microbatch saves for its backward pass, by stage of this rank. `rows`: how tokens were routed."""
-    planned = planned_rank(run, rank)
-    return {stage.number: saved(planned, stage, rows).whole for stage in planned.stages}
-
-
+# What a stage saves depends on these; its position and the ZeRO level make no difference.
+_OF_RUN = attrgetter("model", "train", "objective", "adapter", "memory.activation_bits", "memory.lossless")
+_OF_LAYOUT = attrgetter(
+    "context", "tensor", "expert", "shard", "context_method", "async_tensor", "expert_tensor", "offload",
+    "recompute", "recompute_operations", "recompute_every",
+)  # fmt: skip
+_OF_RANK = attrgetter("fused", "sharding_replicas", "keeps_compute_copies", "is_sharded")
 _KNOWN: dict[tuple[object, ...], dict[tuple[object, ...], Saved]] = {}
 
 
 def _saved(planned: PlannedRank) -> dict[int, Saved]:
     """`saved` of each stage under an even load, cached: identical stages save the same."""
-    run, lay, is_moe = planned.run, planned.run.layout, planned.run.model.is_moe
-    # The position of the stage and the ZeRO level make no difference to what it saves.
-    cuts = (
-        lay.context,
-        lay.tensor,
-        lay.expert,
-        lay.shard,
-        planned.sharding_replicas,
-        lay.context_method,
-        lay.async_tensor,
-        lay.expert_tensor,
-    )
-    how = (
-        lay.recompute,
-        lay.recompute_operations,
-        lay.recompute_every,
-        lay.offload,
-        run.memory.activation_bits,
-        run.memory.lossless,
-        planned.keeps_compute_copies,
-        planned.is_sharded,
-    )
+    run, is_moe = planned.run, planned.run.model.is_moe
     where = (planned.index("tensor"), planned.index("expert"))
     if len(_KNOWN) > 1000:
         _KNOWN.clear()
-    known = _KNOWN.setdefault((run.model, run.train, run.objective, run.adapter, planned.fused, cuts, how, where), {})
+    known = _KNOWN.setdefault((_OF_RUN(run), _OF_LAYOUT(run.layout), _OF_RANK(planned), where), {})
     found = {}
     for stage in planned.stages:
         layers = tuple((is_moe(layer), parts) for layer, parts in recomputed_parts(planned, stage).items())
@@ -172,23 +153,22 @@ def _saved(planned: PlannedRank) -> dict[int, Saved]:
     return found
 
 
-def activations(run: Run, rank: int) -> int:
-    """Peak bytes that all microbatches in flight save on a rank, as its schedule runs."""
-    return activations_at(planned_rank(run, rank))
-
-
-def activations_at(planned: PlannedRank, each: Sequence[Saved] = ()) -> int:
-    """Peak bytes that all microbatches in flight save on a planned rank; `each`: the saved bytes of its stages, if known."""
-    run, each = planned.run, each or saved_by_stages(planned)
+def activations(planned: PlannedRank, each: Sequence[Saved] = ()) -> int:
+    """Peak bytes that all microbatches in flight save on a rank, as its schedule runs; `each`: the saved bytes of its stages, if
+    known."""
+    each = each or saved_by_stages(planned)
     if len(planned.placement) == 1:
         return each[0].whole
-    whole, deferred = by_number(planned, each)
-    handed = [0] * len(whole)
-    schedule, longer = short_schedule(run)
-    own = replace(schedule, ranks=(schedule.ranks[planned.index("pipeline")],))
+    return _peak(planned, *by_number(planned, each))
+
+
+def _peak(planned: PlannedRank, whole: list[int], deferred: list[int]) -> int:
+    """The peak of what all microbatches in flight save on a rank, given what one saves on each stage."""
+    schedule, longer = short_schedule(planned.run)
+    own, handed = replace(schedule, ranks=(schedule.ranks[planned.index("pipeline")],)), [0] * len(whole)
     passed_on = {action.stage for action in own.ranks[0] if action.kind in ("E", "L")} if schedule.partners else ()
     for number in passed_on:
-        handed[number] = handed_bytes(run, planned.rank, number)
+        handed[number] = handed_bytes(planned.run, planned.rank, number)
     return round(peak_activations(own, whole, deferred, handed)[0] * longer)
 
 
@@ -210,10 +190,8 @@ def activations_away(planned: PlannedRank) -> int:
     saves = {number: stage.away for number, stage in _saved(planned).items()}
     if len(planned.placement) == 1:
         return saves[0]
-    schedule, longer = short_schedule(planned.run)
-    own = replace(schedule, ranks=(schedule.ranks[planned.index("pipeline")],))
     away = [saves.get(number, 0) for number in range(len(planned.placement))]
-    return round(peak_activations(own, away, [0] * len(away))[0] * longer)
+    return _peak(planned, away, [0] * len(away))
 
 
 def short_schedule(run: Run) -> tuple[Schedule, float]:
@@ -225,10 +203,10 @@ def short_schedule(run: Run) -> tuple[Schedule, float]:
     return schedule, n / count if lay.schedule in ("gpipe", "breadth-first") else 1.0
 
 
-def gathered(run: Run, rank: int) -> int:
+def gathered(planned: PlannedRank) -> int:
     """Peak bytes of unsharded parameters between two passes. Below ZeRO-3: all of them. With ZeRO-3: those outside of the layers
     without a pipeline, and the prefetched layers with one. The secondary shards of layers come on top."""
-    planned = planned_rank(run, rank)
+    run = planned.run
     if not planned.is_sharded:
         return 0
     if not run.layout.gathers_each_pass:
@@ -275,14 +253,14 @@ def _prefetched(planned: PlannedRank) -> int:
     return peak
 
 
-def passing_gradients(run: Run, rank: int) -> int:
+def passing_gradients(planned: PlannedRank, *, compiled: bool) -> int:
     """Bytes of the gradients in the widest part of a layer while all its saved tensors still exist: of the product of gate and up,
     and of one of the two. A compiled layer computes them in place, except for experts that other ranks send rows to: there it is
     that beside a matrix's gradient, or the gradients of the rows and of all matrices."""
-    m, planned = run.model, planned_rank(run, rank)
-    if compiles(run, gpu=planned_on_gpu(run)):
-        return _passing_in_experts(planned) if m.experts and run.layout.expert > 1 else 0
-    width = max(m.ffn, m.expert_ffn * m.experts_per_token) // run.layout.tensor
+    m, lay = planned.run.model, planned.run.layout
+    if compiled:
+        return _passing_in_experts(planned) if m.experts and lay.expert > 1 else 0
+    width = max(m.ffn, m.expert_ffn * m.experts_per_token) // lay.tensor
     return (2 if m.gated else 1) * planned.tokens * width * planned.width
 
 
@@ -294,15 +272,13 @@ def _passing_in_experts(planned: PlannedRank) -> int:
     return max(2 * rows * width + matrix, rows * m.hidden + 3 * matrix) * planned.width
 
 
-def last_gradient(run: Run, rank: int) -> int:
+def last_gradient(planned: PlannedRank) -> int:
     """Bytes of the gradient that is computed after all saved activations are freed: the embedding's."""
-    planned = planned_rank(run, rank)
+    run = planned.run
     if run.model.tied_embeddings or not planned.stages[0].first or run.memory.hosts_optimizer:
         return 0
     embedding = planned.first_parameters(planned.stages[0])[0]
-    if not embedding.learns:
-        return 0
-    return embedding.shard_numel(planned.sharding(embedding)[0]) * planned.high_width
+    return embedding.shard_numel(planned.sharding(embedding)[0]) * planned.high_width * embedding.learns
 
 
 def head_shrinks(planned: PlannedRank) -> int:
@@ -314,23 +290,22 @@ def head_shrinks(planned: PlannedRank) -> int:
     return head.numel * (planned.high_width - planned.width) * head.learns
 
 
-def transposed_gradient(run: Run, rank: int) -> int:
+def transposed_gradient(planned: PlannedRank) -> int:
     """Bytes of the second copy of a gradient that is sharded along a dimension other than the first: `fully_shard` makes its shards
     contiguous before the reduce-scatter, one matrix at a time."""
-    planned = planned_rank(run, rank)
     sizes = (p.numel for _, p in planned.parameters() if p.learns and p.shard_dim(planned.sharding(p)[0]))
     return max(sizes, default=0) * planned.width
 
 
-def peak_gradients(run: Run, rank: int, after: int | None = None) -> int:
+def peak_gradients(planned: PlannedRank, after: int) -> int:
     """Peak bytes of gradients between two passes, which are unsharded where they are reduced once a step. `after`: their bytes
-    after all passes, if known."""
-    planned = planned_rank(run, rank)
+    after all passes."""
+    run = planned.run
     if run.memory.hosts_optimizer:
         return gradients_in_flight(hosted(run))
     once = run.layout.zero == 1 and run.stage_microbatches > 1
     if not planned.is_sharded or not (once or planned.splits_backward):
-        return state_bytes(run, rank)["gradients"] if after is None else after
+        return after
     unsharded, sharded = dict[int, int](), dict[int, int]()
     known: dict[tuple[object, bool], tuple[int, int]] = {}
     adding = _add_up_deferred(planned) if planned.splits_backward else frozenset()
@@ -372,13 +347,12 @@ def _add_up_deferred(planned: PlannedRank) -> frozenset[int]:
     return frozenset(adding)
 
 
-def compiled_away(run: Run, rank: int) -> float:
+def compiled_away(planned: PlannedRank) -> float:
     """Share of the saved activations that a compiled layer does not save: it recomputes the gate's activation function from the
     gate, in experts as in dense layers. Experts that other ranks send rows to are not compiled."""
-    planned = planned_rank(run, rank)
-    if not run.model.gated:
+    m, lay = planned.run.model, planned.run.layout
+    if not m.gated:
         return 0.0
-    m, lay = run.model, run.layout
     kept = [m.is_moe(layer) for layer, recomputed in planned.layers() if not recomputed]
     dense = kept.count(False) * planned.tokens * m.ffn // lay.tensor
     width = m.expert_ffn // (lay.tensor if lay.expert_tensor else 1)
