@@ -102,13 +102,16 @@ class FusedBlock:
         x = x[0]
         qkv = self.multiply(x, self.qkv, self.attention_norm)
         attended = cache.attend_fused(qkv, self.heads, self.rope, self.norms, self.scale)
-        batch = cache.cache.batch
-        if self.last and batch is not None and batch.wanted is not None:
-            x, attended = x[batch.wanted], attended[batch.wanted]
-            if not len(x):  # the beginning of a prompt: no token is sampled yet
-                return x[None], None
+        x, attended = self._wanted(x, attended, cache)
+        if not len(x):  # the beginning of a prompt: no token is sampled yet
+            return x[None], None
         x = self._sum(self.multiply(attended, self.out, residual=x))
         return self._sum(self.feed_forward(x))[None], None
+
+    def _wanted(self, x: Tensor, attended: Tensor, cache: PagedLayerCache) -> tuple[Tensor, Tensor]:
+        """The rows whose result is needed."""
+        rows = cache.cache.batch.wanted if self.last else None
+        return (x, attended) if rows is None else (x[rows], attended[rows])
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """The feed-forward layer with its norm, added to the residual stream."""
@@ -165,11 +168,9 @@ class InvariantBlock(FusedBlock):
         weight, eps = self.attention_norm
         qkv = invariant_gemm(invariant_norm(x, weight, None, eps), self.qkv)
         attended = cache.attend_fused_invariant(qkv, self.heads, self.rope, self.norms, self.scale)
-        batch = cache.cache.batch
-        if self.last and batch is not None and batch.wanted is not None:
-            x, attended = x[batch.wanted], attended[batch.wanted]
-            if not len(x):  # the beginning of a prompt: no token is sampled yet
-                return x[None], None
+        x, attended = self._wanted(x, attended, cache)
+        if not len(x):
+            return x[None], None
         x = self._onto(x, attended, self.out)
         weight, eps = self.ffn_norm
         gate, up = invariant_gemm(invariant_norm(x, weight, None, eps), self.gate_up).chunk(2, dim=-1)

@@ -50,6 +50,20 @@ class PagedBatch:
     tiles: dict[int, Tensor] = field(default_factory=dict)
     """On GPUs, the tiles that the prefill kernel runs over, by the first sequence that it attends for."""
 
+    @property
+    def all_counts(self) -> tuple[int, ...]:
+        """The number of new tokens of every sequence."""
+        return (1,) * self.decodes + self.counts
+
+    def tiles_from(self, first: int, rows: int) -> Tensor:
+        """The tiles of `rows` tokens of the sequences from `first` on, on the device."""
+        if first not in self.tiles:
+            from shardwise.model.kernels.attention.paged import tiles_of
+
+            made = torch.tensor(tiles_of(self.all_counts[first:], rows, first), dtype=torch.int32)
+            self.tiles[first] = made.pin_memory().to(self.table.device, non_blocking=True)
+        return self.tiles[first]
+
     def places(self, page_tokens: int) -> Tensor:
         """Where the new tokens' keys are written, as indices into the tokens of all pages."""
         rows = torch.arange(len(self.slots), device=self.slots.device)
@@ -112,7 +126,6 @@ class PagedLayerCache(LayerCache):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor | None, scale: float) -> Tensor:
         batch = self.cache.batch
-        assert batch is not None
         if self.cache.invariant:
             self.write(k[0], None if v is None else v[0])
             return self.attend_invariant(q[0], scale)[None]
@@ -125,20 +138,16 @@ class PagedLayerCache(LayerCache):
             return paged_attention_reference(q[0], self.keys, self.values, batch, scale, self.window)[None]
         first = 0
         out = q.new_empty(*q.shape[1:3], self.values.shape[-1])
-        if v is None and batch.decodes:
+        if v is None and batch.decodes:  # one new token for each of the first sequences; its latent is in its page
+            from shardwise.model.kernels.attention.latent import latent_attention
+
             first = batch.decodes
-            out[:first] = self._attend_latents(q[0, :first], batch, scale)
+            where = (batch.table, batch.slots[:first], batch.starts[:first], self.cache.scratch(q.shape[2]))
+            rank = self.values.shape[-1]
+            out[:first] = latent_attention(q[0, :first], self.keys, rank, *where, scale, self.window)
         if batch.counts or not first:
             self._attend_tiles(q[0], out, batch, first, scale)
         return out[None]
-
-    def _attend_latents(self, q: Tensor, batch: PagedBatch, scale: float) -> Tensor:
-        """Decode: one new token for each of the first sequences, whose latents are in their pages."""
-        from shardwise.model.kernels.attention.latent import latent_attention
-
-        slots, starts = batch.slots[: len(q)], batch.starts[: len(q)]
-        rank, scratch = self.values.shape[-1], self.cache.latent_scratch(q.shape[1])
-        return latent_attention(q, self.keys, rank, batch.table, slots, starts, scratch, scale, self.window)
 
     def attend_fused(
         self,
@@ -154,31 +163,23 @@ class PagedLayerCache(LayerCache):
         from shardwise.model.kernels.attention.paged import rope_write
 
         batch, cache = self.cache.batch, self.cache
-        assert batch is not None
         split, width = batch.decodes, self.keys.shape[-1]
         arguments: tuple[Any, Any, Tensor, Tensor] = (rope, norms, self.keys, self.values)
         if batch.shared:  # the decode kernel then rewrites keys and values that are already there
             rope_write(qkv, *arguments, cache.places, batch.positions, heads)
             arguments = (None, None, self.keys, self.values)
+
+        def decode(qkv: Tensor) -> Tensor:
+            where = (batch.table, batch.slots, batch.starts, cache.scratch(heads))
+            return decode_attention(qkv, *arguments, *where, heads, scale, self.window)
+
         if not batch.counts:
-            return decode_attention(
-                qkv, *arguments, batch.table, batch.slots, batch.starts, cache.scratch(heads), heads, scale, self.window
-            )
+            return decode(qkv)
         if not batch.shared:
             rope_write(qkv[split:], *arguments, cache.places[split:], batch.positions[split:], heads)
         out = qkv.new_empty(len(qkv), heads, width)
         if split:
-            out[:split] = decode_attention(
-                qkv[:split],
-                *arguments,
-                batch.table,
-                batch.slots,
-                batch.starts,
-                cache.scratch(heads),
-                heads,
-                scale,
-                self.window,
-            ).view(split, heads, width)
+            out[:split] = decode(qkv[:split]).view(split, heads, width)
         q = qkv[:, : heads * width].unflatten(1, (-1, width))
         self._attend_tiles(q, out, batch, split, scale)
         return out.flatten(1)
@@ -196,7 +197,6 @@ class PagedLayerCache(LayerCache):
         from shardwise.model.kernels.gemm.invariant_rows import invariant_norm
 
         batch, width, kv_heads = self.cache.batch, self.keys.shape[-1], self.keys.shape[1]
-        assert batch is not None
         if norms is not None:
             parts = qkv.unflatten(1, (-1, width)).split((heads, kv_heads, kv_heads), dim=1)
             q, k = (invariant_norm(x, norm, None, norms[2]) for x, norm in zip(parts[:2], norms[:2], strict=True))
@@ -208,31 +208,22 @@ class PagedLayerCache(LayerCache):
         """Attention of new tokens [tokens, heads, width] whose keys are in their pages, with bits that do not depend on the
         batch."""
         batch = self.cache.batch
-        assert batch is not None
-        counts = (1,) * batch.decodes + batch.counts
         if not q.is_cuda:
-            slots, starts = batch.slots.tolist(), batch.starts.tolist()
+            slots, starts, counts = batch.slots.tolist(), batch.starts.tolist(), batch.all_counts
             return attend_blocks(q, self.keys, self.values, batch.table, slots, starts, counts, scale, self.window)
         from shardwise.model.kernels.attention.invariant import invariant_attention, tokens_of_tile
-        from shardwise.model.kernels.attention.paged import tiles_of
 
-        if 0 not in batch.tiles:
-            made = tiles_of(counts, tokens_of_tile(q.shape[1], self.keys.shape[1], q.shape[2]))
-            batch.tiles[0] = torch.tensor(made, dtype=torch.int32).pin_memory().to(q.device, non_blocking=True)
-        where = (batch.table, batch.slots, batch.starts, batch.cu_seqlens, batch.tiles[0], batch.positions)
+        tiles = batch.tiles_from(0, tokens_of_tile(q.shape[1], self.keys.shape[1], q.shape[2]))
+        where = (batch.table, batch.slots, batch.starts, batch.cu_seqlens, tiles, batch.positions)
         return invariant_attention(q, self.keys, self.values, *where, batch.longest, scale, self.window)
 
     def _attend_tiles(self, q: Tensor, out: Tensor, batch: PagedBatch, first: int, scale: float) -> None:
         """Attention of new tokens whose keys are in their pages, for the sequences from `first` on."""
-        from shardwise.model.kernels.attention.paged import paged_attention, tiles_of
+        from shardwise.model.kernels.attention.paged import paged_attention
         from shardwise.model.kernels.attention.tiles import prompt_tile
 
-        counts = (1,) * batch.decodes + batch.counts
-        tile = prompt_tile(max(counts[first:]), q.shape[-1], q.device)
-        if first not in batch.tiles:
-            made = torch.tensor(tiles_of(counts[first:], tile.rows, first), dtype=torch.int32)
-            batch.tiles[first] = made.pin_memory().to(q.device, non_blocking=True)
-        where = (batch.table, batch.slots, batch.starts, batch.cu_seqlens, batch.tiles[first])
+        tile = prompt_tile(max(batch.all_counts[first:]), q.shape[-1], q.device)
+        where = (batch.table, batch.slots, batch.starts, batch.cu_seqlens, batch.tiles_from(first, tile.rows))
         paged_attention(q, self.keys, self.values, *where, tile, out, scale, self.window)
 
 
@@ -242,6 +233,8 @@ def _has_kernels(q: Tensor) -> bool:
 
 class PagedCache(Cache):
     """Pages for all layers of a model, or of a pipeline stage. `batch` is set before each forward pass."""
+
+    batch: PagedBatch
 
     def __init__(
         self,
@@ -259,7 +252,6 @@ class PagedCache(Cache):
         bits of a token's attention do not depend on the batch."""
         heads, width, value_width = page_shape(config)
         self.page_tokens, self.invariant = page_tokens, invariant
-        self.batch: PagedBatch | None = None
         self._places: Tensor | None = None
         self.layers: list[PagedLayerCache] = []
         self.sequences = sequences
@@ -282,26 +274,20 @@ class PagedCache(Cache):
     def places(self) -> Tensor:
         """Where the new tokens' keys are written; the decode kernel computes that itself."""
         if self._places is None:
-            assert self.batch is not None
             self._places = self.batch.places(self.page_tokens)
         return self._places
 
     def scratch(self, heads: int) -> Any:
-        """The decode kernel's scratch memory."""
-        from shardwise.model.kernels.attention.decode import Scratch
-
+        """The scratch memory of the decode kernel, or of that of latents."""
         if self._scratch is None:
-            keys = self.layers[0].keys
-            self._scratch = Scratch(self.sequences, heads, keys.shape[1], keys.shape[3], keys.device)
-        return self._scratch
+            from shardwise.model.kernels.attention.decode import Scratch
+            from shardwise.model.kernels.attention.latent import latent_scratch
 
-    def latent_scratch(self, heads: int) -> Any:
-        """The same for the decode kernel of latents."""
-        from shardwise.model.kernels.attention.latent import latent_scratch
-
-        if self._scratch is None:
-            values = self.layers[0].values
-            self._scratch = latent_scratch(self.sequences, heads, values.shape[-1], values.device)
+            keys, values = self.layers[0].keys, self.layers[0].values
+            if _is_view(values, keys):
+                self._scratch = latent_scratch(self.sequences, heads, values.shape[-1], values.device)
+            else:
+                self._scratch = Scratch(self.sequences, heads, keys.shape[1], keys.shape[3], keys.device)
         return self._scratch
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
