@@ -7,7 +7,7 @@ Pipeline stages differ in work, so a rank's peers are the ranks of its stage.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,8 @@ from shardwise.trace.answers import Clock, Straggler
 from shardwise.trace.comms.describe import axis_of
 from shardwise.trace.comms.matching import Matches, Waiting
 from shardwise.trace.rank import Rank
-from shardwise.trace.reading.profile import Profile
-from shardwise.trace.spans.intervals import covered
+from shardwise.trace.reading.profile import Integers
+from shardwise.trace.spans.intervals import covered, parts
 
 MIN_SHARE = 0.02
 """Ranks below this share of a step are not reported."""
@@ -43,11 +43,10 @@ def stragglers(
     """Stragglers sorted by excess; `first` masks rows of collectives whose waits only show when the ranks began."""
     compute = {rank: _compute_of_steps(r) for rank, r in ranks.items()}
     steps = max((len(of) for of in compute.values()), default=1)
-    profiles = {rank: r.profile for rank, r in ranks.items()}
-    found = [*_slow(profiles, compute, step_time), *_late(matches, waiting, first, clocks, step_time, steps)]
-    slow = {one.rank for one in found if one.reason == "compute"}
-    unique = [one for one in found if one.reason == "compute" or one.rank not in slow]
-    return tuple(sorted(unique, key=lambda one: -one.excess))
+    slow = _slow(_peers(ranks, compute), compute, step_time)
+    known = {one.rank for one in slow}
+    late = [one for one in _late(matches, waiting, first, clocks, step_time, steps) if one.rank not in known]
+    return tuple(sorted([*slow, *late], key=lambda one: -one.excess))
 
 
 def _compute_of_steps(rank: Rank) -> list[int]:
@@ -55,53 +54,42 @@ def _compute_of_steps(rank: Rank) -> list[int]:
     return (covered(rank.computing, end) - covered(rank.computing, start)).tolist()
 
 
-def peers(profiles: Mapping[int, Profile]) -> dict[int, tuple[int, ...]]:
-    """Each rank's peers among the profiled ranks: those of its pipeline stage, itself included."""
-    stage: dict[int, int] = {}
-    for rank, profile in profiles.items():
-        groups = [g.ranks for name, g in profile.groups.items() if axis_of(g.description, name) == "pipeline"]
-        stage[rank] = max((ranks.index(rank) for ranks in groups if rank in ranks), default=0)
-    of_stage: dict[int, list[int]] = defaultdict(list)
-    for rank in profiles:
-        of_stage[stage[rank]].append(rank)
-    shared = {one: tuple(ranks) for one, ranks in of_stage.items()}
-    return {rank: shared[stage[rank]] for rank in profiles}
+def _peers(ranks: Mapping[int, Rank], compute: Mapping[int, Sequence[int]]) -> Iterable[list[int]]:
+    """The ranks of each pipeline stage, those with equally many steps together."""
+    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank, r in ranks.items():
+        named = r.profile.groups.items()
+        groups = [g.ranks for name, g in named if axis_of(g.description, name) == "pipeline"]
+        stage = max((members.index(rank) for members in groups if rank in members), default=0)
+        found[stage, len(compute[rank])].append(rank)
+    return found.values()
 
 
-def _usual(compute: Sequence[Sequence[int]]) -> tuple[NDArray[np.float64], float]:
+def _usual(table: Integers) -> tuple[NDArray[np.float64], float]:
     """The median over some ranks in each step, and their median absolute deviation from it."""
-    table = np.array(compute)
     middle = np.median(table, axis=0)
     return middle, float(np.median(np.abs(table - middle)))
 
 
-def _slow(profiles: Mapping[int, Profile], compute: Mapping[int, Sequence[int]], step_time: int) -> list[Straggler]:
+def _slow(peers: Iterable[list[int]], compute: Mapping[int, Sequence[int]], step_time: int) -> list[Straggler]:
     found = []
-    alike: dict[tuple[int, ...], list[int]] = {}
-    usual_of: dict[tuple[int, ...], tuple[NDArray[np.float64], float]] = {}
-    for rank, same in peers(profiles).items():
-        equal = (*same[:1], len(compute[rank]))
-        if equal not in alike:
-            alike[equal] = [other for other in same if len(compute[other]) == len(compute[rank])]
-        others = alike[equal]
-        if len(others) <= MIN_PEERS or not compute[rank]:
+    for alike in peers:
+        table = np.array([compute[rank] for rank in alike])
+        if len(alike) <= MIN_PEERS or not table.size:
             continue
-        if len(others) <= MANY_PEERS:
-            middle, deviation = _usual([compute[other] for other in others if other != rank])
-        else:
-            if equal not in usual_of:
-                usual_of[equal] = _usual([compute[other] for other in others])
-            middle, deviation = usual_of[equal]
-        excess = np.array(compute[rank]) - middle
-        mean = int(excess.mean())
-        often = float((excess > MIN_DEVIATIONS * deviation).mean())
-        if step_time and mean > MIN_SHARE * step_time and mean > MIN_DEVIATIONS * deviation and often >= MIN_FREQUENCY:
-            usual = float(middle.mean())
-            evidence = (
-                f"computes {np.mean(compute[rank]) / 1e6:.2f} ms a step, its {len(others) - 1} peers {usual / 1e6:.2f} ms "
-                f"(half of them within {deviation / 1e6:.2f} ms), in {often:.0%} of {counted(len(compute[rank]), 'step')}"
-            )
-            found.append(Straggler(rank, "compute", mean, mean / step_time, evidence))
+        of_all = _usual(table) if len(alike) > MANY_PEERS else None
+        for at, rank in enumerate(alike):
+            middle, deviation = of_all or _usual(np.delete(table, at, axis=0))
+            excess = table[at] - middle
+            mean = int(excess.mean())
+            often = float((excess > MIN_DEVIATIONS * deviation).mean())
+            enough = mean > MIN_SHARE * step_time and mean > MIN_DEVIATIONS * deviation
+            if step_time and enough and often >= MIN_FREQUENCY:
+                evidence = (
+                    f"computes {table[at].mean() / 1e6:.2f} ms a step, its {len(alike) - 1} peers {middle.mean() / 1e6:.2f} ms "
+                    f"(half of them within {deviation / 1e6:.2f} ms), in {often:.0%} of {counted(len(excess), 'step')}"
+                )
+                found.append(Straggler(rank, "compute", mean, mean / step_time, evidence))
     return found
 
 
@@ -114,29 +102,18 @@ def _late(
     steps: int,
 ) -> list[Straggler]:
     """Ranks that arrive last at nearly all of their collectives."""
-    if not len(matches):
-        return []
-    taken: dict[int, int] = defaultdict(int)
-    last: dict[int, int] = defaultdict(int)
-    caused: dict[int, int] = defaultdict(int)
     uncertainty = max((clock.uncertainty for clock in clocks.values() if clock.uncertainty > 0), default=0)
-    heads = np.append(True, np.diff(matches.collective) != 0)
-    members = np.bincount(matches.collective)[matches.collective]
-    for at in range(len(matches)):
-        if members[at] <= MIN_PEERS or first[at]:
-            continue
-        taken[int(matches.rank[at])] += 1
-        if heads[at] and waiting.lateness[at] > 2 * uncertainty:
-            rank = int(waiting.last[at])
-            last[rank] += 1
-            caused[rank] += int(waiting.lateness[at])
+    counts = (np.bincount(matches.collective)[matches.collective] > MIN_PEERS) & ~first
+    taken = np.bincount(matches.rank[counts])
+    heads = matches.first_of_each()
+    heads = heads[counts[heads] & (waiting.lateness[heads] > 2 * uncertainty)]
     found = []
-    for rank, count in last.items():
-        excess = caused[rank] // max(steps, 1)
-        if taken[rank] < MIN_COLLECTIVES or count < MIN_FREQUENCY * taken[rank] or excess <= MIN_SHARE * step_time:
+    for rank, at in parts(waiting.last[heads]):
+        excess = int(waiting.lateness[heads[at]].sum()) // max(steps, 1)
+        if taken[rank] < MIN_COLLECTIVES or len(at) < MIN_FREQUENCY * taken[rank] or excess <= MIN_SHARE * step_time:
             continue
         evidence = (
-            f"arrives last at {count} of its {taken[rank]} matched collectives of all steps, in total {excess / 1e6:.2f} ms a "
+            f"arrives last at {len(at)} of its {taken[rank]} matched collectives of all steps, in total {excess / 1e6:.2f} ms a "
             f"step after the rank before it (clocks known to {uncertainty / 1e3:.0f} µs)"
         )
         found.append(Straggler(rank, "late", excess, excess / step_time if step_time else 0.0, evidence))
