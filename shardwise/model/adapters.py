@@ -198,9 +198,10 @@ def token_keys(model: nn.Module) -> TokenKeys | None:
 
 
 @contextlib.contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def adapters_off(*stages: nn.Module) -> Iterator[None]:
     """Within this context the network computes without its adapters, as before it was tuned."""
-    found = [module for module in model.modules() if isinstance(module, LowRank | LowRankExperts) and module.enabled]
+    modules = (module for stage in stages for module in stage.modules())
+    found = [module for module in modules if isinstance(module, LowRank | LowRankExperts) and module.enabled]
     for each in found:
         each.enabled = False
     try:

@@ -25,8 +25,7 @@ from shardwise.train.batches.source import Note
 from shardwise.train.objectives.grpo import AnswerBatch
 from shardwise.train.step import TrainState
 from shardwise.tune.answers import Answers, batch_of, packing_of, tokens_of
-from shardwise.tune.logprobs import answer_logprobs
-from shardwise.tune.reference import Reference
+from shardwise.tune.logprobs import Reference, answer_logprobs
 from shardwise.tune.rewards import Rewards
 from shardwise.tune.rounds import RoundInFlight, Rounds, prompts_of_round
 

@@ -1,49 +1,41 @@
-"""The trainer's log-probabilities of answers, on any layout: forward passes through its pipeline, as in an evaluation."""
+"""The log-probabilities of answers by the network in training, on any layout, and by the reference of a GRPO run: the weights that
+training began with, from which the policy must not move too far away.
+
+Both are forward passes through the pipeline, as in an evaluation. Every rank keeps its own shards of the reference. For its passes
+they are swapped with the parameters in place, so that the same network computes on any layout. This costs the memory of the
+parameters once more, and two passes over them. With adapters nothing is kept: the adapters are switched off for the pass.
+"""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
+from shardwise.checkpoint.resume import load_weights
+from shardwise.checkpoint.state import buffers
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.model.adapters import adapters_off
 from shardwise.parallel.context import zigzag_positions
-from shardwise.parallel.objective import Microbatch, Objective
+from shardwise.parallel.local_parameter import local
+from shardwise.parallel.shard import sharded_modules
+from shardwise.train.batches.reference import collect
 from shardwise.train.objectives.grpo import AnswerBatch
 from shardwise.train.step import TrainState
 
-Floats = NDArray[np.float64]
-
-
-class Collector(Objective):
-    """Stores the log-probabilities of the targets in each microbatch, instead of computing a loss."""
-
-    def __init__(self, temperature: float, device: torch.device) -> None:
-        self.auxiliary_weights = torch.zeros(2, device=device)
-        self.temperature = temperature
-
-    def loss(self, microbatch: Microbatch, head: nn.Module, hidden: Tensor, unembedding: Tensor) -> Tensor:
-        if self.temperature != 1:
-            hidden = hidden / self.temperature
-
-        def keep(logprobs: Tensor) -> Tensor:
-            microbatch["answers"] = logprobs.detach().clone()
-            return logprobs.sum() * 0
-
-        return head(hidden, unembedding, microbatch["targets"], make=keep)
-
 
 @torch.no_grad()
-def answer_logprobs(state: TrainState, batch: AnswerBatch) -> Floats:
+def answer_logprobs(state: TrainState, batch: AnswerBatch) -> NDArray[np.float64]:
     """The log-probabilities of a step's targets, [rows of the global batch, length], on every rank."""
     run, mesh = state.run, state.mesh
     state.refresh()
-    for model in state.parallel.models:
-        model.eval()
-    collector = Collector(run.objective.temperature, state.device)
     microbatches = state.microbatches(batch)
-    state.parallel.pipeline.run(microbatches, state._stream(), collector, None)
+    collect(state.parallel, microbatches, state._stream(), "answers", run.objective.temperature)
     length = batch.tokens.shape[1]
     count = len(batch.tokens) * run.layout.data_ranks
     whole = np.zeros((count, length))
@@ -59,3 +51,49 @@ def answer_logprobs(state: TrainState, batch: AnswerBatch) -> Floats:
     total = torch.from_numpy(whole).to(state.device)
     dist.all_reduce(total)
     return total.cpu().numpy()
+
+
+class Reference:
+    """This rank's shards of the weights that training began with."""
+
+    @torch.no_grad()
+    def __init__(self, state: TrainState, tokenizer: Tokenizer, log: Callable[[str], None]) -> None:
+        """A resumed train state, whose step is not 0, reads the initial weights again from their source."""
+        self.state = state
+        self.kept: list[Tensor] = []
+        if state.run.adapter.used:  # the reference is the network without its adapters
+            return
+        now = [values.clone() for values in self._values()]
+        if state.step:
+            load_weights(state, tokenizer, log)
+        self.kept = [values.clone() for values in self._values()]
+        for values, before in zip(self._values(), now, strict=True):
+            values.copy_(before)
+
+    def _values(self) -> list[Tensor]:
+        """The parameters, and the routers' selection biases, which decide what a network computes too."""
+        parameters = [local(each.parameter.detach()) for each in self.state.parallel.parameters]
+        return parameters + [buffer for _, buffer in buffers(self.state.parallel.models)]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside this context the network computes with the reference weights."""
+        if self.state.run.adapter.used:
+            with adapters_off(*self.state.parallel.models):
+                yield
+            return
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for values, other in zip(self._values(), self.kept, strict=True):
+            before = values.clone()
+            values.copy_(other)
+            other.copy_(before)
+        for model in self.state.parallel.models:
+            for module in sharded_modules(model):  # gathered parameters still hold the other values
+                module.reshard()

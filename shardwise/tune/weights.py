@@ -26,7 +26,7 @@ from shardwise.model.invariant.network import read_exactly
 from shardwise.model.quantized.nf4 import slice_of_matrix
 from shardwise.model.transformer import Transformer, make_stage
 from shardwise.parallel.inference import Peers, build_share
-from shardwise.parallel.local_parameter import local
+from shardwise.parallel.local_parameter import leaves, local
 from shardwise.plan.serving.pool import served_layers
 from shardwise.plan.serving.relaid import Moves, Relaying, is_whole, made_box, needed
 from shardwise.plan.serving.rollouts import as_served
@@ -69,8 +69,9 @@ class RolloutWeights:
             layers = served_layers(as_served(run))
             return build_share(run.model, self.dtype, layers, self.peers, device, self._share)
         model = make_stage(run.model, self.dtype, range(run.model.layers), True, True)
-        for name, owner, leaf, parameter in _leaves(model):
-            owner.register_parameter(leaf, nn.Parameter(self._tensor(name, parameter.shape), requires_grad=False))
+        for name, owner, leaf, held in leaves(model):
+            if isinstance(held, nn.Parameter):
+                owner.register_parameter(leaf, nn.Parameter(self._tensor(name, held.shape), requires_grad=False))
         return model
 
     def _share(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
@@ -145,19 +146,15 @@ class RolloutWeights:
         self.state.refresh()
         if is_whole(self.state.run):
             for name, target in self.copied.items():
-                self._fill(name, target, Box((0,) * target.ndim, tuple(target.shape)), self._parts_here(name))
+                parts = {part: local(self.held[part].parameter) for part, _ in self.relaying.parts(name)}
+                self._fill(name, target, Box((0,) * target.ndim, tuple(target.shape)), parts)
         else:
             for name, moved in self._moves.items():
-                parts = {moves.name: self._receive(name, moves) for moves in moved}
+                received = {moves.name: self._receive(name, moves) for moves in moved}
                 box = self.relaying.box(name, self.state.mesh.rank)
                 if box is not None and box.numel:
-                    self._fill(name, self.copied[name], box, {part: x for part, x in parts.items() if x is not None})
+                    self._fill(name, self.copied[name], box, {part: x for part, x in received.items() if x is not None})
         self._update_buffers()
-
-    def _parts_here(self, name: str) -> dict[str, Tensor]:
-        """The trainer's tensors that an unsharded parameter is built from."""
-        found = dict(self.relaying.parts(name))
-        return {part: local(self.held[part].parameter) for part in found}
 
     def _receive(self, name: str, moves: Moves) -> Tensor | None:
         """Receive this rank's box of one of the tensors from the ranks that hold it; every member takes part. None if it needs no
@@ -232,16 +229,8 @@ def narrowed(x: Tensor, box: Box) -> Tensor:
     return x
 
 
-def _leaves(model: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:
-    """Every parameter: its full name, the module that holds it, its name in that module, and its tensor."""
-    return [
-        (f"{path}.{leaf}" if path else leaf, owner, leaf, parameter)
-        for path, owner in model.named_modules()
-        for leaf, parameter in owner.named_parameters(recurse=False)
-    ]
-
-
 def _buffers(model: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:
+    """Every buffer: its full name, the module that holds it, its name in that module, and its tensor."""
     return [
         (f"{path}.{leaf}" if path else leaf, owner, leaf, buffer)
         for path, owner in model.named_modules()

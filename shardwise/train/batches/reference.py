@@ -7,9 +7,7 @@ parameters in that dtype divided by the ranks that shard. Either way a step has 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +30,12 @@ from shardwise.run.sections.objective import FACTS, targets_of
 class CollectLogProbs(Objective):
     """Stores the log-probabilities of the targets in each microbatch, under `name`."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, temperature: float = 1.0) -> None:
+        self.name, self.temperature = name, temperature
 
     def loss(self, microbatch: Microbatch, head: nn.Module, hidden: Tensor, unembedding: Tensor) -> Tensor:
+        hidden = hidden / self.temperature if self.temperature != 1 else hidden
+
         def keep(logprobs: Tensor) -> Tensor:
             microbatch[self.name] = logprobs
             return logprobs.new_zeros(())
@@ -72,18 +72,18 @@ class AdaptersOff:
 
     def add_logprobs(self, microbatches: list[Microbatch], stream: Tensor) -> None:
         """The same as `Reference.add_logprobs`, with the adapters off."""
-        with contextlib.ExitStack() as open_now:
-            for model in self.parallel.models:
-                open_now.enter_context(adapters_off(model))
+        with adapters_off(*self.parallel.models):
             collect(self.parallel, microbatches, stream, "reference")
 
 
-def collect(parallel: Parallel, microbatches: list[Microbatch], stream: Tensor, name: str) -> None:
+def collect(
+    parallel: Parallel, microbatches: list[Microbatch], stream: Tensor, name: str, temperature: float = 1.0
+) -> None:
     """Run microbatches forward through the network in training, without gradients, and store the log-probabilities in them."""
     training = [model.training for model in parallel.models]
     for model in parallel.models:
         model.eval()  # in training mode routers would count these tokens for load balancing
-    parallel.pipeline.run(microbatches, stream, CollectLogProbs(name), None)
+    parallel.pipeline.run(microbatches, stream, CollectLogProbs(name, temperature), None)
     for model, before in zip(parallel.models, training, strict=True):
         model.train(before)
 
@@ -101,17 +101,12 @@ class Reference:
         for model in self.models:
             model.eval()
 
-    @property
-    def source(self) -> Path | None:
-        """The folder that its weights are read from."""
-        named = _named(self.run)
-        return checkpoint_folder(named) if named else None
-
     def read(self, log: Callable[[str], None], progress: Progress = unwatched) -> None:
         """Read its weights. A resumed run does so too: they are not in its checkpoints."""
-        if self.source is not None:
-            read_model(self, open_weights(self.source, self.run.model, progress))
-            log(f"the {self.called} has the weights of {self.source}")
+        if named := frozen_weights(self.run):
+            source = checkpoint_folder(named)
+            read_model(self, open_weights(source, self.run.model, progress))
+            log(f"the {self.called} has the weights of {source}")
 
     def add_logprobs(self, microbatches: list[Microbatch], stream: Tensor) -> None:
         """Store the log-probabilities of the targets, or a teacher's top-k tokens, in each microbatch, on the ranks of the last
@@ -122,7 +117,7 @@ class Reference:
         self.parallel.pipeline.run(microbatches, stream, self.collects, None)
 
 
-def _named(run: Run) -> str:
+def frozen_weights(run: Run) -> str:
     """The folder of the frozen network, as the run names it; a reference without one uses the initial weights of training."""
     if FACTS[run.objective.kind].teacher:
         return run.objective.teacher

@@ -22,7 +22,7 @@ from shardwise.plan.trainer.rank import reference_run
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.sections.objective import FACTS
 from shardwise.train.batches.microbatches import cut, stream_of
-from shardwise.train.batches.reference import Reference
+from shardwise.train.batches.reference import Reference, frozen_weights
 
 
 def check_scoring(run: Run) -> Path:
@@ -31,10 +31,9 @@ def check_scoring(run: Run) -> Path:
     if not facts.reference or facts.forward_only:
         reason = f"{o.kind} reads no numbers beside its data; dpo and distill do"
         raise UserError(Problem(reason, "objective.kind"))
-    named, key = (
-        (o.teacher, "objective.teacher") if facts.teacher else (o.reference or run.train.weights, "train.weights")
-    )
+    named = frozen_weights(run)
     if not named:
+        key = "objective.teacher" if facts.teacher else "train.weights"
         raise UserError(Problem(f"is empty, and there is no {kind_of(run)} to ask", key))
     rows_to_score(run)
     return checkpoint_folder(named)
