@@ -7,7 +7,7 @@ a preference set the desirable answers count. Logits are computed in chunks, so 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from shardwise.model.attention import MaskBuilder
 from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.transformer import Transformer
 from shardwise.model.varlen import cu_seqlens_of, has_flash
+from shardwise.quantize.texts import tensors_of
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.derive import uses_varlen_attention
 
@@ -81,18 +82,8 @@ def _only_wanted(batch: Batch) -> Batch:
 
 
 def _loss(model: Transformer, batch: Batch, device: torch.device, varlen: bool) -> float:
-    def send(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-    positions = None if batch.positions is None else send(batch.positions)
-    documents = batch.documents
-    if documents is not None and varlen:
-        documents = cu_seqlens_of(documents)
-    targets = send(batch.targets)
-    out = model(
-        send(batch.tokens),
-        positions,
-        None if documents is None else send(documents),
-        finish=lambda x, matrix: model.loss(x, matrix, targets),
-    )
+    if batch.documents is not None and varlen:
+        batch = replace(batch, documents=cu_seqlens_of(batch.documents))
+    targets = torch.from_numpy(batch.targets).to(device)
+    out = model(*tensors_of(batch, device), finish=lambda x, matrix: model.loss(x, matrix, targets))
     return out.result.double().item()

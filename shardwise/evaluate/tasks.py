@@ -129,16 +129,7 @@ def score(
     figures = {"exact_match": matches, "acc": by_sum, "acc_norm": by_letter}
     means_of = {name: sum(values) / len(values) for name, values in figures.items() if values}
     errors = {name: _error(values) for name, values in figures.items() if values}
-    return Score(
-        means_of.get("exact_match"),
-        means_of.get("acc"),
-        means_of.get("acc_norm"),
-        len(asked),
-        len(chosen),
-        errors,
-        said,
-        sum(long),
-    )
+    return Score(*(means_of.get(name) for name in figures), len(asked), len(chosen), errors, said, sum(long))
 
 
 def _best(values: Sequence[float]) -> int:

@@ -61,18 +61,9 @@ class QuantizedMatrix(torch.Tensor):
         order: Tensor | None = None,
     ) -> QuantizedMatrix:
         columns = packed.shape[-1] * (8 if form.kind == "int4" else 1)
-        return wrapper_subclass(cls, packed, dtype, (*packed.shape[:-1], columns))
-
-    def __init__(
-        self,
-        packed: Tensor,
-        scale: Tensor,
-        zero: Tensor | None,
-        form: WeightFormat,
-        dtype: torch.dtype,
-        order: Tensor | None = None,
-    ) -> None:
-        self.packed, self.scale, self.zero, self.form, self.order = packed, scale, zero, form, order
+        made = wrapper_subclass(cls, packed, dtype, (*packed.shape[:-1], columns))
+        made.packed, made.scale, made.zero, made.form, made.order = packed, scale, zero, form, order
+        return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedMatrix({tuple(self.shape)}, {self.form.kind} for {self.dtype})"
