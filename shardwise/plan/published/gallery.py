@@ -7,7 +7,8 @@ bubble of a schedule) are computed by the same functions that every plan uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 from shardwise.hardware import make_cluster
@@ -29,23 +30,25 @@ from shardwise.schedules import Cost
 DAY = 86400.0
 
 
-def _rows(kind: str, groups: Iterable[str]) -> list[Row]:
-    return [row for row in published(kind) if row["group"] in groups]
+def _rows(kind: str, group: str) -> list[Row]:
+    return [row for row in published(kind) if row["group"] == group]
 
 
 Figure = Callable[[Row, float], float]
 """The figure that a table prints for a row, given its seconds (or milliseconds, for serving)."""
 
 
-def _measured(kind: str, groups: Iterable[str], label: Callable[[Row], str], figure: Figure) -> list[Line]:
-    """Rows as their table prints them, and as predicted without their source."""
+def _measured(
+    title: str, source: str, unit: str, kind: str, group: str, label: Callable[[Row], str], figure: Figure, said: str = ""
+) -> Exhibit:  # fmt: skip
+    """The rows of a group as their table prints them, and as predicted without their source."""
     lines = []
-    for row in _rows(kind, groups):
+    for row in _rows(kind, group):
         found: Prediction = predict(row)
         if found.measured and found.predicted and found.low and found.high:
             ends = sorted((figure(row, found.low), figure(row, found.high)))
             lines.append(Line(label(row), figure(row, found.measured), figure(row, found.predicted), *ends))
-    return lines
+    return Exhibit(title, source, unit, lines, said)
 
 
 def _teraflops(row: Row, seconds: float) -> float:
@@ -73,86 +76,8 @@ def _korthikanti(row: Row) -> str:
     return f"{row['model'].get('name') or '22B'}, {how}" + (", sequence parallel" if p["sp"] else "")
 
 
-def megatron_scaling() -> Exhibit:
-    return Exhibit(
-        "Megatron-LM from 1.7 billion to a trillion parameters",
-        "Narayanan et al. 2021, Table 1",
-        "TFLOP/s a GPU",
-        _measured("training", ["megatron_sc21_t1"], _layout, _teraflops),
-        "Hardware FLOPs, recomputation counted, as the paper has them.",
-    )
-
-
-def megatron_and_zero3() -> Exhibit:
-    return Exhibit(
-        "Tensor and pipeline parallelism beside ZeRO-3",
-        "Narayanan et al. 2021, Table 2",
-        "days for 300 billion tokens",
-        _measured("training", ["megatron_sc21_t2"], _layout, _days(300e9)),
-        "No other row of DeepSpeed in 2021 is known, so its prediction rests on what that program did alone.",
-    )
-
-
-def korthikanti_layers() -> Exhibit:
-    return Exhibit(
-        "One layer of the 22B model, forward and backward",
-        "Korthikanti et al. 2022, Table 4",
-        "ms",
-        _measured("layer", ["korthikanti_t4_layer"], _korthikanti, lambda row, seconds: 1e3 * seconds),
-    )
-
-
-def korthikanti_steps() -> Exhibit:
-    return Exhibit(
-        "Steps with full and with selective recomputation",
-        "Korthikanti et al. 2022, Table 5",
-        "seconds a step",
-        _measured("training", ["korthikanti_t5"], _korthikanti, lambda row, seconds: seconds),
-    )
-
-
-def zero_bubble() -> Exhibit:
-    return Exhibit(
-        "Pipelines without a bubble",
-        "Qi et al. 2024, Tables 3 and 4",
-        "samples a second and GPU",
-        _measured(
-            "training",
-            ["zero_bubble"],
-            lambda row: row["id"].removeprefix("zb_").replace("_", " "),
-            lambda row, seconds: row["global_batch"] / (seconds * row["hardware"]["gpus"]),
-        ),
-        "Microbatches are the last number.",
-    )
-
-
-def bloom() -> Exhibit:
-    lines = _measured("training", ["bloom_prequel"], lambda row: row["id"].removeprefix("bloom_"), lambda r, s: s)
-    return Exhibit(
-        "What BLOOM's engineers tried before they started",
-        "BigScience, chronicles of the 176B model, 2022",
-        "seconds a step",
-        lines,
-        "Slow rows at the end have widths that no line of memory divides (hidden 14400, heads of 108).",
-    )
-
-
-def gpt_fast() -> Exhibit:
-    return Exhibit(
-        "Tokens of one user, by gpt-fast",
-        "PyTorch, gpt-fast README, 2023",
-        "tokens a second",
-        _measured("inference", ["gpt_fast"], lambda row: row["id"].removeprefix("gptfast_"), lambda r, ms: 1e3 / ms),
-    )
-
-
-def inference_arithmetic() -> Exhibit:
-    return Exhibit(
-        "Inference arithmetic",
-        "Chen (kipply) 2022",
-        "ms for 10 tokens after a prompt of 512",
-        _measured("inference", ["kipply"], lambda row: row["id"].removeprefix("kipply_"), lambda row, ms: ms),
-    )
+def _after(prefix: str) -> Callable[[Row], str]:
+    return lambda row: row["id"].removeprefix(prefix)
 
 
 def zero_states() -> Exhibit:
@@ -203,7 +128,7 @@ LLAMA = (
 def llama_hours() -> Exhibit:
     """GPU-hours of LLaMA's runs. Their layouts were not published, so the fastest of some layouts that fit is used."""
     hours = {
-        row["id"].split("_")[1].lower(): row["measured"]["gpu_hours"] for row in _rows("training", ["llama1_gpuhours"])
+        row["id"].split("_")[1].lower(): row["measured"]["gpu_hours"] for row in _rows("training", "llama1_gpuhours")
     }
     lines = []
     for preset, tokens, devices in LLAMA:
@@ -256,19 +181,46 @@ def bubbles() -> Exhibit:
 
 
 EXHIBITS: dict[str, Callable[[], Exhibit]] = {
-    "megatron-scaling": megatron_scaling,
-    "megatron-zero3": megatron_and_zero3,
-    "recompute-layer": korthikanti_layers,
-    "recompute-step": korthikanti_steps,
-    "zero-bubble": zero_bubble,
-    "bloom": bloom,
+    "megatron-scaling": partial(
+        _measured, "Megatron-LM from 1.7 billion to a trillion parameters", "Narayanan et al. 2021, Table 1", "TFLOP/s a GPU",
+        "training", "megatron_sc21_t1", _layout, _teraflops, "Hardware FLOPs, recomputation counted, as the paper has them.",
+    ),
+    "megatron-zero3": partial(
+        _measured, "Tensor and pipeline parallelism beside ZeRO-3", "Narayanan et al. 2021, Table 2", "days for 300 billion tokens",
+        "training", "megatron_sc21_t2", _layout, _days(300e9),
+        "No other row of DeepSpeed in 2021 is known, so its prediction rests on what that program did alone.",
+    ),
+    "recompute-layer": partial(
+        _measured, "One layer of the 22B model, forward and backward", "Korthikanti et al. 2022, Table 4", "ms",
+        "layer", "korthikanti_t4_layer", _korthikanti, lambda row, seconds: 1e3 * seconds,
+    ),
+    "recompute-step": partial(
+        _measured, "Steps with full and with selective recomputation", "Korthikanti et al. 2022, Table 5", "seconds a step",
+        "training", "korthikanti_t5", _korthikanti, lambda row, seconds: seconds,
+    ),
+    "zero-bubble": partial(
+        _measured, "Pipelines without a bubble", "Qi et al. 2024, Tables 3 and 4", "samples a second and GPU",
+        "training", "zero_bubble", lambda row: row["id"].removeprefix("zb_").replace("_", " "),
+        lambda row, seconds: row["global_batch"] / (seconds * row["hardware"]["gpus"]), "Microbatches are the last number.",
+    ),
+    "bloom": partial(
+        _measured, "What BLOOM's engineers tried before they started", "BigScience, chronicles of the 176B model, 2022",
+        "seconds a step", "training", "bloom_prequel", _after("bloom_"), lambda row, seconds: seconds,
+        "Slow rows at the end have widths that no line of memory divides (hidden 14400, heads of 108).",
+    ),
     "zero-states": zero_states,
     "training-flops": training_runs,
     "llama-hours": llama_hours,
     "bubbles": bubbles,
-    "gpt-fast": gpt_fast,
-    "inference-arithmetic": inference_arithmetic,
+    "gpt-fast": partial(
+        _measured, "Tokens of one user, by gpt-fast", "PyTorch, gpt-fast README, 2023", "tokens a second",
+        "inference", "gpt_fast", _after("gptfast_"), lambda row, ms: 1e3 / ms,
+    ),
+    "inference-arithmetic": partial(
+        _measured, "Inference arithmetic", "Chen (kipply) 2022", "ms for 10 tokens after a prompt of 512",
+        "inference", "kipply", _after("kipply_"), lambda row, ms: ms,
+    ),
     "model-bandwidth": model_bandwidth,
     "first-tokens": first_tokens,
     "static-batches": static_batches,
-}
+}  # fmt: skip
