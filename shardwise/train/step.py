@@ -231,7 +231,8 @@ class TrainState:
             microbatches = self._with_reference(self.microbatches(batch))
             loss += self.parallel.pipeline.run(microbatches, self._stream(), self.objective, None)
             counted += self.objective.count(batch)
-        return (self._whole_loss(loss) / self._over_data(counted)).item()
+        count = self._summed(torch.tensor(counted, dtype=torch.float64, device=self.device), "replicate", "shard")
+        return (self._whole_loss(loss) / count.item()).item()
 
     def _with_reference(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """The microbatches with the reference's log-probabilities added, if there is a reference."""
@@ -273,13 +274,10 @@ class TrainState:
     def microbatches(self, batch: Batch) -> list[Microbatch]:
         """The batch as microbatches on the device, with this context rank's shard of every sequence."""
         with self.observers.phase("data"):
-            return self._microbatches(batch)
-
-    def _microbatches(self, batch: Batch) -> list[Microbatch]:
-        made = self._cut(batch)
-        other = self.objective.beside(batch)
-        for mine, more in zip(made, self._cut(other) if other is not None else (), strict=other is not None):
-            mine.update({BESIDE + key: value for key, value in more.items()})
+            made = self._cut(batch)
+            other = self.objective.beside(batch)
+            for mine, more in zip(made, self._cut(other) if other is not None else (), strict=other is not None):
+                mine.update({BESIDE + key: value for key, value in more.items()})
         return made
 
     def _cut(self, batch: Batch) -> list[Microbatch]:
@@ -296,33 +294,24 @@ class TrainState:
         step = np.random.default_rng((self.run.train.seed, self.step)).integers(-(2**62), 2**62)
         return mix64(mix64(places.astype(np.uint64)) ^ np.int64(step).astype(np.uint64)).view(np.int64)
 
-    def _over_data(self, count: float) -> float:
-        """A count over this rank's samples, summed over all data ranks."""
-        if self.run.layout.data_ranks == 1:
-            return count
-        total = torch.tensor([count], dtype=torch.float64, device=self.device)
-        for axis in ("replicate", "shard"):
+    def _summed(self, x: Tensor, *axes: str) -> Tensor:
+        """A tensor, summed in place over the ranks of these axes."""
+        for axis in axes:
             if self.mesh.group(axis) is not None:
-                dist.all_reduce(total, group=self.mesh.group(axis))
-        return total.item()
+                dist.all_reduce(x, group=self.mesh.group(axis))
+        return x
 
     def _whole_loss(self, loss: Tensor) -> Tensor:
         """The loss summed over data and context ranks, on every rank of the pipeline."""
-        for axis in ("replicate", "shard", "context", "pipeline"):
-            if self.mesh.group(axis) is not None:
-                dist.all_reduce(loss, group=self.mesh.group(axis))
-        return loss
+        return self._summed(loss, "replicate", "shard", "context", "pipeline")
 
     def _reduce_loads(self) -> None:
         """All-reduce the number of tokens routed to each expert of this rank's stages, over the whole batch."""
         if not self.routers:
             return
+        replicas = ("replicate",) if self.outer is None else ()
         loads = torch.stack([router.load for router in self.routers])
-        for axis in ("zero", "tensor") if self.outer is not None else ("replicate", "zero", "tensor"):
-            if self.mesh.group(axis) is not None:
-                dist.all_reduce(loads, group=self.mesh.group(axis))
-        if self.mesh.group("mirror") is not None:
-            dist.all_reduce(loads, group=self.mesh.group("mirror"))
+        self._summed(loads, *replicas, "zero", "tensor", "mirror")
         for router, load in zip(self.routers, loads, strict=True):
             router.load.copy_(load)
 

@@ -39,7 +39,7 @@ from shardwise.train.faults.heartbeat import (
     read_heartbeat,
 )
 from shardwise.train.faults.ranks import DOUBLINGS, GRACE, MISTAKE, Ranks, describe_exit, environment_of, free_port
-from shardwise.train.faults.stop import PREEMPTED, SIGNALS, Preempted, StopRequest, decided
+from shardwise.train.faults.stop import PREEMPTED, Preempted, StopRequest, decided
 
 FIRST_HEARTBEAT = 120.0
 """Seconds within which a rank must have written its first heartbeat."""
@@ -96,10 +96,8 @@ class Agent(SimpleElasticAgent):
     def execute(self) -> int:
         """Run until the training ends; returns the exit code."""
         self.out.mkdir(parents=True, exist_ok=True)
-        before = {number: signal.getsignal(number) for number in SIGNALS}
         try:
-            for number in SIGNALS:
-                signal.signal(number, self._on_signal)
+            self.stop.begin(self._on_signal)
             self.run()
         except Preempted:
             self.code = PREEMPTED
@@ -108,8 +106,7 @@ class Agent(SimpleElasticAgent):
             self.started = True  # from here on a signal changes nothing
             self.ranks.end(0.0)
             decided()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            self.stop.end()
             self._record("end" if self.code in (0, PREEMPTED) else "failed", code=self.code)
         return self.code
 

@@ -27,7 +27,7 @@ from shardwise.train.faults.coordinator import Coordinator, meet
 from shardwise.train.faults.goodput import record_event
 from shardwise.train.faults.heartbeat import Heartbeat, explain, heartbeat_path, limit_in, read_heartbeat
 from shardwise.train.faults.ranks import MISTAKE, Ranks, environment_of, free_port
-from shardwise.train.faults.stop import PREEMPTED, SIGNALS, StopRequest, decided
+from shardwise.train.faults.stop import PREEMPTED, StopRequest, decided
 
 POLL = 0.05
 
@@ -71,11 +71,9 @@ class Replicas:
             _Replica(n, Ranks(self.out / "logs"), Restarts(train.restarts, train.restart_wait))
             for n in range(self.board.machine * here, (self.board.machine + 1) * here)
         ]
-        before = {number: signal.getsignal(number) for number in SIGNALS}
         code = 1
         try:
-            for number in SIGNALS:
-                signal.signal(number, self._on_signal)
+            self.stop.begin(self._on_signal)
             if first:
                 record_event(self.out, "begin", ranks=self.run.layout.world, restart=False)
             code = self._watch()
@@ -86,8 +84,7 @@ class Replicas:
             for each in self.replicas:
                 each.ranks.end(0.0)
             decided()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            self.stop.end()
             if lock is not None:
                 record_event(self.out, "end" if code in (0, PREEMPTED) else "failed", code=code)
                 lock.release()

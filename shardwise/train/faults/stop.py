@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -59,10 +60,10 @@ class StopRequest:
         self.interrupts = 0
         self._before: dict[signal.Signals, object] = {}
 
-    def begin(self) -> None:
-        """Note signals from here on."""
+    def begin(self, handle: Callable[[int, FrameType | None], None] | None = None) -> None:
+        """Note signals from here on; `handle` is called for them instead, and notes them itself."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self.note) for number in SIGNALS}
+            self._before = {number: signal.signal(number, handle or self.note) for number in SIGNALS}
 
     def end(self) -> None:
         """Restore the previous signal handlers."""
