@@ -165,10 +165,10 @@ class Profile(Result):
     def page(self) -> str:
         from shardwise.report import html
 
-        rows = [[html.cell(text, "n" if at > 1 else "") for at, text in enumerate(row)] for row in self._table()]
-        for row, cells in zip(rows, self._table(), strict=True):
-            name = cells[0].replace("  ", "\u2003")
-            row[0] = html.cell(name)
+        rows = [
+            [html.cell(name.replace("  ", "\u2003")), html.cell(kind), *(html.cell(text, "n") for text in numbers)]
+            for name, kind, *numbers in self._table()
+        ]
         table = html.Section(
             "Modules", "Each with its submodules.", html.table_of(HEADS, rows, numbers_from=2, wide=True)
         )

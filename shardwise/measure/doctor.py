@@ -105,12 +105,11 @@ def _gpus(built_for: str) -> Iterator[Finding]:
 
     cards = _nvidia_smi()
     if not torch.cuda.is_available():
-        if cards and built_for == "CPUs":
-            mend = "this PyTorch is built for CPUs alone: install one that is built for CUDA"
-            yield Finding("gpus", "CUDA", f"{len(cards)} GPUs that PyTorch does not see", "bad", mend)
-        elif cards:
-            mend = "check the driver's version and CUDA_VISIBLE_DEVICES"
-            yield Finding("gpus", "CUDA", f"{len(cards)} GPUs that PyTorch cannot use", "bad", mend)
+        said, mend = "cannot use", "check the driver's version and CUDA_VISIBLE_DEVICES"
+        if built_for == "CPUs":
+            said, mend = "does not see", "this PyTorch is built for CPUs alone: install one that is built for CUDA"
+        if cards:
+            yield Finding("gpus", "CUDA", f"{len(cards)} GPUs that PyTorch {said}", "bad", mend)
         else:
             yield Finding("gpus", "CUDA", "none", "note", "runs use CPUs, over gloo")
         return
@@ -119,13 +118,10 @@ def _gpus(built_for: str) -> Iterator[Finding]:
         chip = chip_of_driver_name(name)
         known = f"planned as {chip.name}" if chip else "not in the catalogue"
         value = f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, {known}"
+        mend = "" if chip else "`shardwise bench` measures it; cluster.profile uses that, or a TOML file describes it"
         if free < 0.9 * total:
-            yield Finding("gpus", f"GPU {number}", value, "note", "another process holds memory: nvidia-smi lists it")
-        elif chip is None:
-            mend = "`shardwise bench` measures it; cluster.profile uses that, or a TOML file describes it"
-            yield Finding("gpus", f"GPU {number}", value, "note", mend)
-        else:
-            yield Finding("gpus", f"GPU {number}", value)
+            mend = "another process holds memory: nvidia-smi lists it"
+        yield Finding("gpus", f"GPU {number}", value, "note" if mend else "good", mend)
     yield from _gpu_clocks(cards)
 
 
@@ -151,23 +147,16 @@ def _gpu_clocks(cards: list[list[str]]) -> Iterator[Finding]:
         if len(card) != len(SMI):
             continue
         index, clock, most, heat, limit, most_limit, slowed, errors = card
-        value = f"{clock} of {most} MHz, {heat} °C, limited to {limit} W"
+        what, value, state, mend = "clock", f"{clock} of {most} MHz, {heat} °C, limited to {limit} W", "good", ""
         if slowed == "Active":
-            mend = "the card slows itself down: look at its cooling and its power"
-            yield Finding("gpus", f"GPU {index} clock", value, "bad", mend)
+            state, mend = "bad", "the card slows itself down: look at its cooling and its power"
         elif errors.isdigit() and int(errors):
-            yield Finding(
-                "gpus",
-                f"GPU {index} memory",
-                f"{errors} uncorrected errors",
-                "bad",
-                "reset the card, or have it replaced",
-            )
+            what, value, state = "memory", f"{errors} uncorrected errors", "bad"
+            mend = "reset the card, or have it replaced"
         elif _number(limit) < 0.99 * _number(most_limit):
+            state = "note"
             mend = f"it could draw {most_limit} W: nvidia-smi -pl {most_limit}; or tell the plan, cluster.power_w = {limit}"
-            yield Finding("gpus", f"GPU {index} clock", value, "note", mend)
-        else:
-            yield Finding("gpus", f"GPU {index} clock", value)
+        yield Finding("gpus", f"GPU {index} {what}", value, state, mend)
 
 
 def _number(text: str) -> float:

@@ -123,18 +123,24 @@ class Labels(Observer):
         return span("module", self.names.get(module, ROOT))
 
 
+def _label_hooks(module: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Hooks that open and close a module's label."""
+    opened: list[Any] = []
+
+    def before(*_: Any) -> None:
+        opened.append(span("module", module))
+        opened[-1].__enter__()
+
+    def after(*_: Any) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    return before, after
+
+
 def _modules(names: dict[nn.Module, str], stack: contextlib.ExitStack) -> None:
     """Label each module's forward pass and hooks."""
     for module, name in names.items():
-        opened: list[Any] = []
-
-        def before(*_: Any, name: str = name, opened: list[Any] = opened) -> None:
-            opened.append(span("module", name))
-            opened[-1].__enter__()
-
-        def after(*_: Any, opened: list[Any] = opened) -> None:
-            opened.pop().__exit__(None, None, None)
-
+        before, after = _label_hooks(name)
         stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
         # `always_call`: a recomputed pass stops early, with an exception, once it has the tensors it needs.
         stack.callback(module.register_forward_hook(after, always_call=True).remove)
@@ -165,15 +171,7 @@ def _accumulation(parameter: Tensor, name: str, stack: contextlib.ExitStack) -> 
     assert view is not None
     node = view.next_functions[0][0]
     assert node is not None
-    opened: list[Any] = []
-
-    def before(*_: Any) -> None:
-        opened.append(span("module", name))
-        opened[-1].__enter__()
-
-    def after(*_: Any) -> None:
-        opened.pop().__exit__(None, None, None)
-
+    before, after = _label_hooks(name)
     stack.callback(str, node)  # autograd keeps this node only while it is referenced
     stack.callback(node.register_prehook(before).remove)
     stack.callback(node.register_hook(after).remove)

@@ -30,11 +30,9 @@ class Noise:
     """S, the variance of one sequence's gradient."""
 
 
-def measure_noise(
-    run: Run, steps: int, draws: int = 16, small: int = 1, tell: Callable[[str], None] = lambda text: None
-) -> Noise:
+def measure_noise(run: Run, steps: int, draws: int = 16, tell: Callable[[str], None] = lambda text: None) -> Noise:
     """Train some steps, then compute gradients at two batch sizes without updating."""
-    big = run.train.global_batch
+    small, big = 1, run.train.global_batch
     problems = []
     if run.layout.auto or run.layout.world > 1:
         problems.append(Problem("the noise is measured on one device: leave the layout out", "layout"))

@@ -110,7 +110,10 @@ def record(run: Run, folder: Path, recording: Recording, progress: Progress = la
     progress("one more step to count memory")
     owners = measure_memory(train_state, next(remaining))
     if recording.has(rank):
-        _write_memory(rank_file(folder, "memory", rank), dict(owners=owners, allocator=measured.allocator))
+        path = rank_file(folder, "memory", rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with gzip.open(path, "wt", encoding="utf-8") as file:
+            json.dump(dict(owners=owners, allocator=measured.allocator), file)
     mine = dict(
         nanoseconds=measured.nanoseconds,
         clocks=clocks,
@@ -252,12 +255,6 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _write_memory(path: Path, found: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with gzip.open(path, "wt", encoding="utf-8") as file:
-        json.dump(found, file)
-
-
 def planned(run: Run, device: torch.device) -> dict[str, Any]:
     """The plan of a run; if the run names no chip, for the one it runs on."""
     chip = chip_of_driver_name(device_name(device)) if device.type == "cuda" else None
@@ -293,7 +290,8 @@ def manifest(train_state: TrainState, recording: Recording, first: int, every: l
             "placement": list(listed.placement),
             "actions": [[str(action) for action in actions] for actions in listed.ranks],
         },
-        "pipeline_ranks": _pipeline_ranks(train_state),
+        # The pipeline is the outermost axis.
+        "pipeline_ranks": [rank * run.layout.pipeline // run.layout.world for rank in range(run.layout.world)],
         "devices": [each["device"] for each in every],
         "hosts": [each["host"] for each in every],
         "groups": [each["groups"] for each in every],
@@ -301,9 +299,3 @@ def manifest(train_state: TrainState, recording: Recording, first: int, every: l
         "traffic": [each["traffic"] for each in every],
         "clocks": [each["clocks"] for each in every],
     }
-
-
-def _pipeline_ranks(train_state: TrainState) -> list[int]:
-    """The pipeline rank of every rank: the pipeline is the outermost axis."""
-    layout = train_state.run.layout
-    return [rank * layout.pipeline // layout.world for rank in range(layout.world)]

@@ -7,7 +7,7 @@ import numpy as np
 
 from shardwise.ledger import Difference
 from shardwise.measure.counts.traffic import TrafficCounter
-from shardwise.plan.cost.answer_tokens import prompt_tokens
+from shardwise.plan.plan import prompt_tokens
 from shardwise.plan.serving.relaid import Relaying, is_whole
 from shardwise.plan.serving.rollouts import answers_at_once, played_round
 from shardwise.plan.trainer.rank import WIDTHS

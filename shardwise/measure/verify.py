@@ -204,7 +204,7 @@ def verify_rank(run: Run, steps: int = 3) -> Verdict:
     account, same, actions = counted(train_state, batch, seconds=statistics.median(seconds))
     account = replace(account, timeline=done)
     # Saved activations depend on the device that ran, whatever chip the run names; only the time is the named chip's.
-    here = replace(run, train=replace(run.train, device=_kind(train_state.device)))
+    here = replace(run, train=replace(run.train, device="cuda" if train_state.device.type == "cuda" else "cpu"))
     expected = replace(planned(here, train_state.mesh.rank), step_seconds=planned_seconds(run))
     verdict = Verdict(train_state.mesh.rank, expected, account, same, actions)
     if run.objective.kind != "grpo":
@@ -212,10 +212,6 @@ def verify_rank(run: Run, steps: int = 3) -> Verdict:
     from shardwise.measure.rollouts import rollouts_against_plan  # imports the engine, so only here
 
     return replace(verdict, rollouts=tuple(rollouts_against_plan(train_state)))
-
-
-def _kind(device: torch.device) -> Literal["cpu", "cuda"]:
-    return "cuda" if device.type == "cuda" else "cpu"
 
 
 def executed(train_state: TrainState) -> Timeline:
@@ -280,20 +276,11 @@ def as_dict(verdicts: list[Verdict], tolerance: Mapping[str, float]) -> dict[str
                 "bytes_moved": v.measured.work.bytes,
                 "timeline": [[s.name, s.start, s.seconds] for s in v.measured.timeline.spans],
                 "differences": [
-                    {
-                        "account": d.account,
-                        "name": d.name,
-                        "plan": d.first,
-                        "run": d.second,
-                        "relative": _finite(d.relative),
-                    }
+                    {"account": d.account, "name": d.name, "plan": d.first, "run": d.second,
+                     "relative": d.relative if abs(d.relative) != float("inf") else None}
                     for d in v.differences()
                 ],
             }
             for v in verdicts
         ],
-    }
-
-
-def _finite(number: float) -> float | None:
-    return number if abs(number) != float("inf") else None
+    }  # fmt: skip

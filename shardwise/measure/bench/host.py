@@ -74,7 +74,7 @@ def copy_gbs(device: torch.device, seconds: float) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def update_gbs(device: torch.device, numel: int, seconds: float, threads: int = 0) -> float:
+def update_gbs(device: torch.device, numel: int, seconds: float) -> float:
     """GB/s that the host reads and writes while it updates parameters whose 16-bit copies are on the device; bytes as the planner
     counts them."""
     rows = max(1, numel // SLICE)
@@ -86,7 +86,7 @@ def update_gbs(device: torch.device, numel: int, seconds: float, threads: int = 
     )
     master = master_of(held)
     groups = [dict(params=[master], weight_decay=0.1, rate=1.0, lr=1e-3)]
-    optimizer = HostAdamW(groups, dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8), {master: held}, 1, threads)
+    optimizer = HostAdamW(groups, dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8), {master: held}, 1, 0)
     optimizer.factor = torch.ones(())
     times: list[float] = []
     ends = time.perf_counter() + seconds

@@ -107,7 +107,7 @@ def tiny_run(device: torch.device, chip: str, microbatches: int, layers: int) ->
     return run_from_dict(dict(model=model, train=train, cluster=dict(chip=chip)))
 
 
-def step_seconds(run: Run, budget: float, fewest: int = 5) -> float:
+def step_seconds(run: Run, budget: float) -> float:
     """Median seconds of a step on random tokens, measured in about `budget` seconds."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, run.model.vocab, (run.train.global_batch, run.train.seq_len + 1))
@@ -115,7 +115,7 @@ def step_seconds(run: Run, budget: float, fewest: int = 5) -> float:
     train_state = TrainState(run)
     timed: list[float] = []
     ends = time.perf_counter() + budget
-    while len(timed) < fewest + 2 or (time.perf_counter() < ends and len(timed) < 50):
+    while len(timed) < 7 or (time.perf_counter() < ends and len(timed) < 50):
         start = time.perf_counter()
         train_state.train_step(batch).loss.item()
         timed.append(time.perf_counter() - start)

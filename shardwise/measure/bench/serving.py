@@ -267,31 +267,25 @@ class Host:
         """Seconds of a step in which `sequences` sequences decode."""
         engine = self._engine(2, max_sequences=sequences)
         engine.warm()
-
-        def begin() -> Iterator[Request]:
-            for n in range(sequences):
-                yield Request(f"{n}", (1,) * 8, self.grid.steps + 8, Sampling(0.6), ignore_end=True)
-
-        return self._per_step(engine, begin)
+        tokens = self.grid.steps + 8
+        asked = [Request(f"{n}", (1,) * 8, tokens, Sampling(0.6), ignore_end=True) for n in range(sequences)]
+        return self._per_step(engine, asked)
 
     def _prompts(self, layers: int, tokens: int) -> float:
         """Seconds of a step with one prompt only."""
         engine = self._engine(layers, max_sequences=16, max_step_tokens=max(16, tokens))
+        count = self.grid.steps + 8
+        asked = [Request(f"{n}", (1,) * tokens, 1, Sampling(0.6), ignore_end=True) for n in range(count)]
+        return self._per_step(engine, asked)
 
-        def begin() -> Iterator[Request]:
-            for n in range(self.grid.steps + 8):
-                yield Request(f"{n}", (1,) * tokens, 1, Sampling(0.6), ignore_end=True)
-
-        return self._per_step(engine, begin)
-
-    def _per_step(self, engine: Engine, requests: Callable[[], Iterable[Request]]) -> float:
+    def _per_step(self, engine: Engine, requests: Iterable[Request]) -> float:
         skipped, steps = 4, self.grid.steps
         runner = TimedRunner(own_runner(engine))
         if not engine.runner.gpu:
             engine.runner = runner  # type: ignore[assignment]
         found = []
         for _ in range(3):
-            for request in requests():
+            for request in requests:
                 engine.add(request)
             for _ in range(skipped):
                 engine.step()

@@ -73,22 +73,14 @@ def _convolution_backward(args: tuple[Any, ...], keys: dict[str, Any], out: Any)
     return each * (bool(mask[0]) + bool(mask[1]))
 
 
-def _recurrent(weights: Callable[[tuple[Any, ...]], Sequence[Tensor]], times: float, x: int = 0) -> Formula:
+def _recurrent(weights: Callable[[tuple[Any, ...]], Sequence[Tensor]], times: float) -> Formula:
     """Each element of a sequence is multiplied by every matrix of the layers."""
 
     def flops(args: tuple[Any, ...], _: dict[str, Any], out: Any) -> float:
-        elements = args[x].numel() // args[x].shape[-1]
+        elements = args[0].numel() // args[0].shape[-1]
         return times * 2.0 * elements * sum(weight.numel() for weight in weights(args) if weight.dim() == 2)
 
     return flops
-
-
-def _list(at: int) -> Callable[[tuple[Any, ...]], Sequence[Tensor]]:
-    return lambda args: args[at]
-
-
-def _between(first: int, last: int) -> Callable[[tuple[Any, ...]], Sequence[Tensor]]:
-    return lambda args: args[first:last]
 
 
 FORMULAS: dict[str, Formula] = {
@@ -103,10 +95,10 @@ FORMULAS: dict[str, Formula] = {
         ("aten::cudnn_convolution", "aten::mkldnn_convolution"), lambda args, keys, out: _convolution(args[:2], keys, out)
     ),
     "aten::convolution_backward": _convolution_backward,
-    "aten::_cudnn_rnn": _recurrent(_list(1), 1.0),
-    "aten::_cudnn_rnn_backward": _recurrent(_list(1), 2.0),
-    "aten::mkldnn_rnn_layer": _recurrent(_between(1, 3), 1.0),
-    "aten::mkldnn_rnn_layer_backward": _recurrent(_between(1, 3), 2.0),
+    "aten::_cudnn_rnn": _recurrent(lambda args: args[1], 1.0),
+    "aten::_cudnn_rnn_backward": _recurrent(lambda args: args[1], 2.0),
+    "aten::mkldnn_rnn_layer": _recurrent(lambda args: args[1:3], 1.0),
+    "aten::mkldnn_rnn_layer_backward": _recurrent(lambda args: args[1:3], 2.0),
     **{f"shardwise::{name}": _product(0) for name in (
         "router_gemm", "router_grad_input", "router_grad_weight", "scaled_mm_reference", "gemm", "gemm_into", "gemm_onto",
         "fp8_gemm", "fp8_gemm_onto",
