@@ -32,7 +32,9 @@ from shardwise.model.moe.layer import MoE
 from shardwise.model.moe.ops import combine, combine_weighted, dispatch, has_fused_kernels, sort_by_expert
 from shardwise.model.transformer import Block, Transformer, make_stage
 from shardwise.parallel.local_parameter import allocate_buffers, leaves
+from shardwise.parallel.mesh import new_group
 from shardwise.parallel.p2p import irecv, isend
+from shardwise.parallel.tensor import VocabParallelEmbedding
 from shardwise.run import LayoutConfig, ModelConfig
 from shardwise.run.parameters import find_parameter
 from shardwise.run.served import ServingRank
@@ -50,10 +52,10 @@ class Peers:
         """Every rank of the world creates one, at the same time. `invariant`: sum in one order, whatever else is in the message."""
         self.invariant = invariant
         self.place = place = ServingRank(layout, dist.get_rank())
-        self.stage = _group(place.stage_ranks, "stage")
+        self.stage = new_group(place.stage_ranks, "stage")
         alone = place.tensor_ranks == place.stage_ranks
-        self.tensor = self.stage if alone else _group(place.tensor_ranks, "tensor")
-        self.pipeline = _group(place.pipeline_ranks, "pipeline")
+        self.tensor = self.stage if alone else new_group(place.tensor_ranks, "tensor")
+        self.pipeline = new_group(place.pipeline_ranks, "pipeline")
         self._sending: tuple[Any, Tensor] | None = None
 
     @property
@@ -108,13 +110,6 @@ class Peers:
         self._sending = isend(x, self.place.pipeline_ranks[self.place.stage + 1], self.pipeline), x
 
 
-def _group(members: Sequence[int], name: str) -> dist.ProcessGroup | None:
-    """A group that only its members know of; None for one rank."""
-    if len(members) == 1:
-        return None
-    return dist.new_group(list(members), group_desc=name, use_local_synchronization=True)
-
-
 class AllReduceLinear(Linear):
     """A matrix of which this rank has some columns: the ranks' partial results are summed, and the bias is added once."""
 
@@ -130,21 +125,6 @@ class AllReduceLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         out = self.add_up(self.gemm(x, self.weight, None))
         return out if self.bias is None else out + self.bias.to(x.dtype)
-
-
-class AllReduceEmbedding(nn.Embedding):
-    """An embedding of which this rank has some tokens: each rank looks up those it has, and the results are summed."""
-
-    def __init__(self, embedding: nn.Embedding, start: int, add_up: AddUp) -> None:
-        """Replaces an uncut embedding; `start` is the first token of this rank."""
-        super().__init__(embedding.num_embeddings, embedding.embedding_dim, device="meta")
-        self.weight, self.start, self.add_up = embedding.weight, start, add_up
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        local = tokens - self.start
-        known = (local >= 0) & (local < self.weight.shape[0])
-        found = F.embedding(local * known, self.weight) if self.weight.shape[0] else self.weight.new_zeros(1)
-        return self.add_up(torch.where(known[..., None], found, 0))
 
 
 class ExpertShareMoE(MoE):
@@ -228,7 +208,7 @@ def _put_on(model: Transformer, peers: Peers) -> None:
     place, config = peers.place, model.config
     if peers.tensor is not None and model.first and model.embed is not None:
         start = place.box(find_parameter(config, "embed.weight"))[0][0]
-        model.embed = AllReduceEmbedding(model.embed, start, peers.add_up)
+        model.embed = VocabParallelEmbedding(model.embed, start, peers.add_up)
     if peers.tensor is not None and config.position == "alibi":
         model.rope_builder = alibi_of_rank(config, place.layout.tensor, place.tensor_index)
     for block in model.layers.values():

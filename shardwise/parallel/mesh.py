@@ -3,6 +3,8 @@ members."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -40,8 +42,7 @@ class Mesh:
     def add_group(self, name: str, members: list[int]) -> None:
         """Create a group that only its members know of, so that a rank creates one per axis, however large the world. Every name
         has its own group, even where two have the same members: so a message can always be attributed to an axis."""
-        known = self.rank in members and len(members) > 1
-        self._groups[name] = _new_group(members, name) if known else None
+        self._groups[name] = new_group(members, name) if self.rank in members else None
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         """The process group of an axis or grouping; None when this rank is alone in it."""
@@ -100,7 +101,9 @@ class Mesh:
 
     def _alone(self) -> dist.ProcessGroup:
         """A group of this rank only: `fully_shard` wants a sharding dimension even where there are only replicas."""
-        alone = self._groups.get("alone") or _new_group([self.rank], "alone")
+        alone = self._groups.get("alone") or dist.new_group(
+            [self.rank], group_desc="alone", use_local_synchronization=True
+        )
         self._groups["alone"] = alone
         return alone
 
@@ -112,5 +115,8 @@ class Mesh:
         return {group.group_name: "pipeline" if axis in PIPELINE_GROUPS else axis for axis, group in groups.items()}
 
 
-def _new_group(members: list[int], name: str) -> dist.ProcessGroup:
-    return dist.new_group(members, group_desc=name, use_local_synchronization=True)
+def new_group(members: Sequence[int], name: str) -> dist.ProcessGroup | None:
+    """A group that only its members know of; None for one rank."""
+    if len(members) == 1:
+        return None
+    return dist.new_group(list(members), group_desc=name, use_local_synchronization=True)

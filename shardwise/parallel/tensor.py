@@ -13,6 +13,7 @@ that does not divide evenly and is sharded again by `fully_shard`, and activatio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
@@ -85,20 +86,18 @@ class ReplicatedKVLinear(Linear):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding cut by vocabulary: each rank looks up the tokens it has, and the sum is scattered along the sequence."""
+    """An embedding cut by vocabulary: each rank looks up the tokens it has, and `add_up` sums the results over the ranks."""
 
-    def __init__(self, embedding: nn.Embedding, group: Group, start: int) -> None:
+    def __init__(self, embedding: nn.Embedding, start: int, add_up: Callable[[Tensor], Tensor]) -> None:
         """Replaces an uncut embedding; `start` is the first token of this rank."""
         super().__init__(embedding.num_embeddings, embedding.embedding_dim, device="meta")
-        self.weight = embedding.weight
-        self.group = group
-        self.start = start
+        self.weight, self.start, self.add_up = embedding.weight, start, add_up
 
     def forward(self, tokens: Tensor) -> Tensor:
         local = tokens - self.start
         known = (local >= 0) & (local < self.weight.shape[0])
         found = F.embedding(local * known, self.weight) if self.weight.shape[0] else self.weight.new_zeros(1)
-        return reduce_scatter_sequence(torch.where(known[..., None], found, 0), self.group)
+        return self.add_up(torch.where(known[..., None], found, 0))
 
 
 class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
@@ -255,7 +254,8 @@ def apply_tensor(model: Transformer, mesh: Mesh) -> None:
         return
     start, _ = shard_bounds(model.config.vocab, mesh.size("tensor"), mesh.index("tensor"))
     if model.embed is not None:
-        model.embed = VocabParallelEmbedding(model.embed, group, start)
+        # The sum is scattered along the sequence.
+        model.embed = VocabParallelEmbedding(model.embed, start, partial(reduce_scatter_sequence, group=group))
     if model.positions is not None:
         model.positions.register_forward_pre_hook(lambda _, args: (local_sequence(args[0], mesh),))
     if isinstance(model.loss, ScoreHead):
