@@ -152,7 +152,9 @@ def _spare(counts: list[int]) -> int:
 def _kept(best: FittingLayout, spaces: Sequence[Fitting]) -> tuple[Plan, str] | None:
     """The fastest layout once spare memory is spent on saved activations, with its advice; None where `best` stays the best."""
     devices = best.candidate.group.space.devices
-    every = [one for fitting in spaces if fitting.space.devices == devices for one in fitting.roomy(best.seconds)]
+    several = [partial(fitting.roomy, best.seconds) for fitting in spaces if fitting.space.devices == devices]
+    later = [beside(find) for find in several[1:]]
+    every = [*several[0](), *chain.from_iterable(find() for find in later)]
     fastest, least, tried = None, best.seconds, 0
     most = ROOMY if any(fitting.space.count > PLAY_ALL for fitting in spaces) else ROOMY_OF_FEW
     beyond: dict[LayoutConfig, float] = {}  # simulated over expected seconds, of the first of similar layouts
