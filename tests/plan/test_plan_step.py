@@ -190,6 +190,14 @@ def test_where_the_time_goes_adds_up(model: dict[str, Any], layout: dict[str, An
     assert (some.seconds < drawn.seconds) is (job.accumulation > 1)
 
 
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_an_asynchronous_pipeline_has_a_timeline(schedule: str) -> None:
+    drawn = timeline(make_job(LLAMA, pipeline=4, schedule=schedule, batch=8))
+    for rank in range(4):
+        names = [span.name for span in drawn.spans if (span.rank, span.stream) == (rank, "compute")]
+        assert (names.count("forward"), names.count("backward"), names.count("optimizer")) == (8, 8, 1)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("microbatches", [7, 33, 64])
 def test_a_pipeline_cut_short_takes_as_long_as_one_played_to_its_end(schedule: str, microbatches: int) -> None:

@@ -53,6 +53,8 @@ def _actions(prepared: Prepared, step: Step, count: int) -> Iterator[Span]:
     for rank, actions in enumerate(schedule.ranks):
         for action, start, end in zip(actions, timing.start[rank], timing.end[rank], strict=True):
             of = (action.microbatch, action.stage)
+            if action.kind == "U":  # the optimizer comes at the end, as in other schedules
+                continue
             if action.kind in ("E", "L"):
                 if schedule.placement[action.stage] == rank and step.handing:
                     yield Span(rank, "pipeline", NAMES[action.kind], "pipeline", start, step.handing, *of)
