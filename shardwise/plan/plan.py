@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardwise.ledger import Account, Memory, as_dict
-from shardwise.plan.cost.answer_tokens import step_tokens
 from shardwise.plan.cost.constants import classes_of, interval, known_chip
 from shardwise.plan.cost.flops import CONVENTION, parameters, training_flops
 from shardwise.plan.cost.host import host_bytes, link_of
@@ -24,7 +24,7 @@ from shardwise.plan.trainer.traffic import traffic
 from shardwise.plan.trainer.work import work
 from shardwise.run import AXES, LayoutConfig, ModelConfig, Run, to_dict
 from shardwise.run.coordinates import group_span
-from shardwise.run.vocabulary import vocabulary_of
+from shardwise.run.vocabulary import INDEX, vocabulary_of
 
 RANKED = ("zero", "schedule", "chunks", "recompute", "recompute_budget", "context_method")
 SHOWN = (*AXES, *RANKED, "async_tensor", "expert_tensor", "offload")
@@ -101,34 +101,37 @@ def plan(run: Run) -> Plan:
     return plan_job(run, job_of(run))
 
 
-def plan_job(
-    run: Run, job: Job, step: Step | None = None, memory: Memory | None = None, *, precise: bool = True
-) -> Plan:
-    """The plan of a run as this job. Its step and memory are computed unless they are passed in. With `precise` the traffic is that
-    of the busiest pipeline rank, which takes a few times longer to find; otherwise that of the first."""
+def plan_job(run: Run, job: Job, step: Step | None = None, memory: Memory | None = None) -> Plan:
+    """The plan of a run as this job. Its step and memory are computed unless they are passed in."""
     step, memory = step or step_time(prepare(job)), memory or memory_of(run, job)
     stall = data_stall(run, job.cluster, step.seconds)
     step = replace(step, seconds=step.seconds + stall, breakdown={**step.breakdown, "data": stall})
     done = replace(work(run), bytes=bytes_moved(job, step))
-    sent = traffic(run, None if precise else 0)
-    tokens = step_tokens(run) if run.objective.kind == "grpo" else job.tokens
-    account = Account("plan", step.seconds, tokens, step.breakdown, done, memory, sent)
+    account = Account("plan", step.seconds, step_tokens(run), step.breakdown, done, memory, traffic(run))
     devices = run.layout.world
     mfu = job.tokens * training_flops(job.model, job.seq_len, job.adapter) / (step.seconds * devices * mfu_peak(job)[1])
     cost = job_cost(run, job.cluster, step.seconds, devices, parameters(job.model).total * 12.0)
     width = interval(classes_of(job))
     low, high = step.seconds * math.exp(-width), step.seconds * math.exp(width)
-    return Plan(
-        run,
-        job,
-        account,
-        low,
-        high,
-        mfu,
-        cost,
-        what_binds(account, job),
-        tuple(notes_of(job) + swap_notes(run, job) + assumed(run)),
-    )
+    notes = *notes_of(job), *swap_notes(run, job), *assumed(run)
+    return Plan(run, job, account, low, high, mfu, cost, what_binds(account, job), notes)
+
+
+def prompt_tokens(run: Run) -> int:
+    """The mean length of a run's prompts, where its datasets are present; else the tokens of a row that completions leave."""
+    from shardwise.data.shards import read_index  # imports all of `data/`, which no other plan needs
+
+    most = run.train.seq_len - run.objective.completion_tokens
+    found = [read_index(folder) for folder in run.data.sets if (Path(folder) / INDEX).is_file()]
+    documents = sum(index.documents for index in found)
+    return max(1, min(most, round(sum(index.tokens for index in found) / documents))) if documents else most
+
+
+def step_tokens(run: Run) -> int:
+    """Tokens of a step that are not padding; completions count at their full length."""
+    if run.objective.kind != "grpo":
+        return run.batch_tokens
+    return run.train.global_batch * (prompt_tokens(run) + run.objective.completion_tokens)
 
 
 def mfu_peak(job: Job) -> tuple[str, float]:
@@ -150,14 +153,13 @@ def bytes_moved(job: Job, step: Step) -> dict[str, dict[str, float]]:
     modules += [(1.0, embedding(job))] if first else []
     modules += [(1.0, head(job))] if last else []
     moved: dict[str, dict[str, float]] = {}
+    microbatches = float(job.accumulation) / job.layout.directions
     for times, ops in modules:
         for op in ops:
             for name, size in zip(("forward", "backward_input", "backward_weight"), op.bytes, strict=True):
                 if np.any(size):
                     passes = moved.setdefault(op.part, {})
-                    passes[name] = passes.get(name, 0.0) + times * float(
-                        job.accumulation
-                    ) / job.layout.directions * float(size)
+                    passes[name] = passes.get(name, 0.0) + times * microbatches * float(size)
     return moved
 
 

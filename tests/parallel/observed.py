@@ -320,6 +320,6 @@ def moved_rows(place: PlannedRank, choices: list[Choices]) -> dict[int, tuple[in
 
 def expected_traffic(place: PlannedRank, choices: list[Choices]) -> tuple[Traffic, Traffic]:
     """What the planner says a rank sends in a step."""
-    sent = by_group(place.run, place.rank, moved_rows(place, choices) if any(choices) else None)
+    sent = by_group(place, moved_rows(place, choices) if any(choices) else None)
     total = Counter({key: each.bytes for key, each in sent.items() if each.bytes})
     return total, Counter({key: each.messages for key, each in sent.items() if each.bytes})

@@ -137,7 +137,7 @@ def test_a_gathered_number_is_one_byte() -> None:
     sizes = {}
     for fp8 in ("none", "tensorwise", "rowwise"):
         run = make_run(dict(shard=2), fp8)
-        sizes[fp8] = by_group(run, 0)["zero", "all_gather"].bytes
+        sizes[fp8] = by_group(PlannedRank(run, 0))["zero", "all_gather"].bytes
     place = PlannedRank(run, 0)
     matrices = 2 * sum(p.numel for p in place.layer_parameters(False) if p.is_gemm_weight)
     rows = 2 * sum(p.shape[0] for p in place.layer_parameters(False) if p.is_gemm_weight)

@@ -77,7 +77,7 @@ def test_an_expert_of_a_rank_is_shared_evenly(mixtral: Run) -> None:
 
 
 def test_an_expert_of_a_rank_is_gathered_and_scattered_without_padding(mixtral: Run) -> None:
-    sent = by_group(mixtral, 0)
+    sent = by_group(PlannedRank(mixtral, 0))
     assert sent["expert_shard", "all_gather"].bytes == 2 * mixtral.accumulation * 7 * EXPERTS // 64 * 2
     assert sent["expert_shard", "reduce_scatter"].bytes == mixtral.accumulation * 7 * EXPERTS // 64 * 4
 
@@ -140,7 +140,7 @@ def test_ranks_that_are_counted_together_hold_and_send_what_each_does_alone(name
     memory._standing.cache_clear()
     assert memory_of(other, job_of(other)).ranks == after
     assert memory_that_fits(other, job_of(other)) == memory_of(other, job_of(other))
-    most = max((by_group(run, rank) for rank in ranks), key=lambda sent: sum(one.bytes for one in sent.values()))
+    most = max((by_group(PlannedRank(run, rank)) for rank in ranks), key=lambda sent: sum(one.bytes for one in sent.values()))
     assert traffic(run) == ledger(most)
 
 

@@ -22,13 +22,11 @@ from shardwise.hardware import collective_seconds
 from shardwise.hardware.chips import Chip
 from shardwise.hardware.engine_facts import engine_facts
 from shardwise.ledger import Memory
-from shardwise.plan.cost.answer_tokens import prompt_tokens
 from shardwise.plan.cost.flops import forward_flops
 from shardwise.plan.cost.job import cluster_of, job_of
-from shardwise.plan.serving.cost import Serving
-from shardwise.plan.serving.engines import OURS, stored_format
+from shardwise.plan.plan import prompt_tokens
 from shardwise.plan.serving.play import Place, Played, play
-from shardwise.plan.serving.pool import activation_bytes, device_bytes, kv_dtype, stage_memory
+from shardwise.plan.serving.pool import activation_bytes, device_bytes, stage_memory
 from shardwise.plan.serving.relaid import Relaying, is_whole, needed, part_width, rollout_layout
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.plan.trainer.memory import memory_of
@@ -189,24 +187,12 @@ class RolloutPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """For programs; names are stable."""
-        memory = {
-            name: getattr(self.memory, name)
-            for name in ("training", "weights", "activations", "cache", "pages", "total")
-        }
-        names = (
-            "fits",
-            "prompt_tokens",
-            "answers",
-            "tokens",
-            "rollout_seconds",
-            "passes",
-            "look_back_seconds",
-            "train_seconds",
-        )
-        found = {name: getattr(self, name) for name in names}
-        return found | {
-            "step_seconds": self.step_seconds, "rollout_flops": self.rollout_flops, "rollout_tokens_per_s": self.tokens_per_s,
-            "memory": memory, "steps": f"played; {self.origin}", "relaying_seconds": self.relaying_seconds,
+        owners = ("training", "weights", "activations", "cache", "pages", "total")
+        names = ("fits", "prompt_tokens", "answers", "tokens", "rollout_seconds", "passes", "look_back_seconds", "train_seconds",
+                 "step_seconds", "rollout_flops")  # fmt: skip
+        return {name: getattr(self, name) for name in names} | {
+            "rollout_tokens_per_s": self.tokens_per_s, "memory": {name: getattr(self.memory, name) for name in owners},
+            "steps": f"played; {self.origin}", "relaying_seconds": self.relaying_seconds,
             "engines": {"count": self.layout.replicate}
             | {axis: getattr(self.layout, axis) for axis in ("tensor", "pipeline", "expert")},
         }  # fmt: skip
@@ -232,16 +218,10 @@ def round_seconds(run: Run, memory: RolloutMemory) -> float:
 def played_round(run: Run, memory: RolloutMemory, answers: int = 0) -> Played:
     """A round on the engine with the most completions, or with `answers` of them, all at full length, simulated with the engine's
     scheduler."""
-    cluster, serve, asked, model = cluster_of(run), run.serve, run.objective, run.model
-    form = stored_format(run.model, "auto", run.train.dtype)
-    windowed = (1.0, model.sliding_window) if model.sliding_window else (0.0, 0)
-    layout = rollout_layout(run)
-    serving = Serving(
-        model, cluster, OURS, form, form, BYTES[kv_dtype(run)], layout.tensor, layout.pipeline, expert=layout.expert,
-        expert_tensor=layout.shard * layout.tensor // layout.expert, windowed=windowed,
-    )  # fmt: skip
-    times = StepTime(serving, engine_facts(cluster.chip), min(serve.max_sequences, serve.max_step_tokens))
-    place = Place(max(memory.pages, _least_pages(run)), 0, run.train.seq_len, model.sliding_window)
+    serve, asked = run.serve, run.objective
+    engine = replace(run, layout=rollout_layout(run), serve=replace(serve, weights="auto", head="auto"))
+    times = StepTime.of_run(engine, cluster_of(run))
+    place = Place(max(memory.pages, _least_pages(run)), 0, run.train.seq_len, run.model.sliding_window)
     own = [LoadRequest(0.0, prompt_tokens(run), asked.completion_tokens)] * (answers or answers_at_once(run))
     return play(serve, own, times, place, group=asked.group)
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from shardwise.hardware import Collective, collective_seconds, memory_seconds
 from shardwise.plan.cost.compression import exchange_seconds, quantized_width, replica_seconds
 from shardwise.plan.cost.job import Job, Number
+from shardwise.plan.cost.ops import span
 from shardwise.plan.cost.parameters import LocalNumel, zero_groups
 from shardwise.plan.time.copies import copy_seconds
-from shardwise.plan.time.handing import mirror_seconds
 from shardwise.plan.trainer.muon import seconds as muon_seconds
 
 TENSORS = 8.0
@@ -83,3 +83,12 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
         near = sharded("all_gather", job.gathered_bytes, *ranks) if few > 1 else gather
         return DataSeconds(gather, near + every, once, 0.0 * gather, *update, *beside)
     return DataSeconds(0.0 * gather, every, once, gather, *update, *beside)
+
+
+def mirror_seconds(job: Job, size: Number) -> Number:
+    """Seconds in which two pipeline ranks that hold the same stages all-reduce this many bytes of gradients; 0 where none do. The
+    ranks at the two ends are the farthest apart."""
+    if job.layout.directions == 1:
+        return 0.0 * size
+    ranks, stride = span(job, "pipeline")
+    return collective_seconds(job.cluster, "all_reduce", size, 2, stride * (ranks - 1))

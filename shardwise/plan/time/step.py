@@ -18,13 +18,13 @@ import numpy as np
 from shardwise.hardware import collective_seconds
 from shardwise.plan.cost.compression import agreement_seconds, hidden_seconds
 from shardwise.plan.cost.constants import Constants, constants_of
+from shardwise.plan.cost.host import host_bytes, link_of
 from shardwise.plan.cost.job import Job, Number
+from shardwise.plan.cost.memory import layer_activations
 from shardwise.plan.cost.ops import span
-from shardwise.plan.cost.parameters import stage_parameters
+from shardwise.plan.cost.parameters import cast_copies, stage_parameters
 from shardwise.plan.cost.passes import ModuleCost, NetworkCost, Passes, exposed, host_seconds, passes
 from shardwise.plan.time.data import DataSeconds, data_seconds
-from shardwise.plan.time.handing import handing_seconds
-from shardwise.plan.time.host import exposed_update
 from shardwise.plan.time.waves import Waves
 from shardwise.run import LayoutConfig
 from shardwise.schedules import Cost, cached_schedule, rounds_to_play, time
@@ -75,6 +75,17 @@ def hop_seconds(job: Job) -> Number:
     """Seconds of a transfer between two stages."""
     seconds = collective_seconds(job.cluster, "send", job.pipeline_bytes, *span(job, "pipeline"))
     return seconds * (job.layout.pipeline > 1)
+
+
+def handing_seconds(job: Job) -> float:
+    """Seconds in which BPipe's partners hand over a microbatch's saved tensors of the first stage, without its output."""
+    if job.layout.schedule != "bpipe" or job.layout.pipeline < 4:  # fewer ranks have nothing to even out
+        return 0.0
+    dense, moe = job.stage_layers[0]
+    saved = dense * layer_activations(job, routed=False)[0] + (moe and moe * layer_activations(job, routed=True)[0])
+    held = stage_parameters(job, job.stage_layers)[0]  # type: ignore[arg-type]
+    size = max(float(saved) + float(cast_copies(job, held)) - float(job.pipeline_bytes), 0.0)
+    return float(collective_seconds(job.cluster, "send", size, *span(job, "pipeline")))
 
 
 class ZeroPasses(NamedTuple):
@@ -133,6 +144,26 @@ def update_seconds(job: Job, data: DataSeconds, constants: Constants) -> Number:
     device = constants["matmul"] * data.muon_gemms + constants["memory"] * data.muon_passes
     host = host_seconds(job, device, constants["launch"] * data.muon_launches)
     return constants["optimizer"] * data.optimizer + device + host
+
+
+def exposed_update(job: Job, own: Passes) -> float:
+    """Seconds of a step that the device waits for the host, which holds the optimizer state and updates it
+    (`train/optimizers/host_adamw.py`), given the passes of a microbatch.
+
+    Gradients leave the device during the backward pass. The update begins when that has ended and goes through the layers in
+    forward order, and the next forward pass follows it layer by layer: the slower of the two sets the pace, and the other is late
+    by a layer.
+    """
+    link, many, memory = link_of(job), job.microbatches, job.memory
+    moved = host_bytes(job.model, int(job.width), several=many > 1)
+    backward = float(own.backward_input + own.backward_weight)
+    leaves = max(moved.device / link.to_host, moved.added / link.update) / 1e9
+    late = max(many * (leaves - backward), 0.0)
+    update = max(moved.updated / link.update, moved.device / link.to_device) / 1e9
+    if memory.on_disk:  # moments are read and written
+        update = max(update, 2 * moved.moments / link.disk / 1e9)
+    forward, layers = float(own.forward), job.model.layers
+    return late + max(update + forward / layers, forward + update / layers) - forward
 
 
 class _Costed(NamedTuple):
@@ -268,14 +299,11 @@ def _combined(one: _Costed, makespan: float) -> Step:
     busy, tails, parts, aparts, mirrors, updates, copies = [], [], [], [], [], [], []
     stages = [[n for n, home in enumerate(placement) if home == rank] for rank in range(lay.pipeline)]
     for mine in stages:
-        busy.append(
-            microbatches * sum(cost.forward[n] + cost.backward_input[n] + cost.backward_weight[n] for n in mine)
-        )
+        each = (cost.forward[n] + cost.backward_input[n] + cost.backward_weight[n] for n in mine)
+        busy.append(microbatches * sum(each))
         data = DataSeconds(*map(sum, zip(*(prepared.data[kinds[n]] for n in mine), strict=True)))
-        ours = [own[kinds[n]] for n in mine]
-        work = Passes(
-            sum(p.forward for p in ours), sum(p.backward_input for p in ours), sum(p.backward_weight for p in ours), {}
-        )
+        three = ((p.forward, p.backward_input, p.backward_weight) for p in (own[kinds[n]] for n in mine))
+        work = Passes(*map(sum, zip(*three, strict=True)), {})
         tails.append(float(tail_seconds(job, work, data, constants)))
         parts.append(constants["tensor"] * float(data.muon_parts))
         mirrors.append(constants["pipeline"] * float(data.mirrored))
@@ -345,8 +373,7 @@ def rank_time(job: Job, pipeline_rank: int) -> RankTime:
     """The work of one pipeline rank of a job."""
     one = _costed(prepare(job))
     prepared = one.prepared
-    placement = placement_of(job, len(prepared.kinds))
-    mine = [n for n, home in enumerate(placement) if home == pipeline_rank]
+    mine = [n for n, home in enumerate(placement_of(job, len(prepared.kinds))) if home == pipeline_rank]
     data = DataSeconds(*map(sum, zip(*(prepared.data[prepared.kinds[n]] for n in mine), strict=True)))
     parts = _parts(one, mine) | {"optimizer": float(update_seconds(job, data, one.constants))}
     parts["memory"] += float(copied_once(data, job.stage_microbatches, one.constants))

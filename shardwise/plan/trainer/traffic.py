@@ -45,19 +45,14 @@ CHUNKS = 2
 """Messages that a tensor collective is split into where it overlaps with GEMMs (`parallel/overlap.py`)."""
 
 
-def traffic(run: Run, rank: int | None = None, moved: Mapping[int, Moved] | None = None) -> Traffic:
-    """Bytes and messages of a rank in one step; without `rank`, of the rank that sends most.
-
-    `moved` gives, for each MoE layer of the rank, the rows it sends to other expert ranks in the forward passes of a step,
-    dispatch and combine; without it the load is even.
-    """
-    if rank is None:
-        apart: dict[object, PlannedRank] = {}
-        for place in (PlannedRank(run, candidate) for candidate in first_ranks(run)):
-            apart.setdefault(_sends(place) if moved is None else place.rank, place)
-        several = (_by_group(place, moved) for place in apart.values())
-        return ledger(max(several, key=lambda groups: sum(sent.bytes for sent in groups.values())))
-    return ledger(by_group(run, rank, moved))
+def traffic(run: Run, rank: int | None = None) -> Traffic:
+    """Bytes and messages of a rank in one step; without `rank`, of the rank that sends most."""
+    if rank is not None:
+        return ledger(by_group(PlannedRank(run, rank)))
+    apart: dict[object, PlannedRank] = {}
+    for place in (PlannedRank(run, first) for first in first_ranks(run)):
+        apart.setdefault(_sends(place), place)
+    return ledger(max(map(by_group, apart.values()), key=lambda groups: sum(sent.bytes for sent in groups.values())))
 
 
 def _sends(place: PlannedRank) -> tuple[object, ...]:
@@ -89,12 +84,9 @@ def ledger(groups: Groups) -> Traffic:
     return Traffic(size, messages)
 
 
-def by_group(run: Run, rank: int, moved: Mapping[int, Moved] | None = None) -> Groups:
-    """Bytes and messages of a rank in one step by process group, to the byte."""
-    return _by_group(PlannedRank(run, rank), moved)
-
-
-def _by_group(place: PlannedRank, moved: Mapping[int, Moved] | None) -> Groups:
+def by_group(place: PlannedRank, moved: Mapping[int, Moved] | None = None) -> Groups:
+    """Bytes and messages of a rank in one step by process group, to the byte. `moved` gives, for each MoE layer of the rank, the
+    rows it sends to other expert ranks in the forward passes of a step, dispatch and combine; without it the load is even."""
     run, rank, wire = place.run, place.rank, Wire(place, {})
     _passes(wire, moved)
     frozen, own = forward_passes(run)

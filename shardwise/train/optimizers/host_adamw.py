@@ -8,7 +8,7 @@ parameters outside the layers, then layer by layer in the order of the forward p
 for the parameters it needs. So the gradients' copies overlap the backward pass, and the update overlaps the forward pass.
 
 Traffic of a step: every gradient to the host once per microbatch, and every parameter to the device once, in the device's dtype.
-Host memory holds 3 x 4 bytes a parameter, and a gradient; `plan/time/host.py` has the bytes that the host reads and writes.
+Host memory holds 3 x 4 bytes a parameter, and a gradient; `plan/cost/host.py` has the bytes that the host reads and writes.
 """
 
 from __future__ import annotations
