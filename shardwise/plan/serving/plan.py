@@ -8,26 +8,23 @@ is an engine of its own, and requests are distributed among the replicas.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from shardwise.hardware.engine_facts import EngineFacts, engine_facts
+from shardwise.hardware.engine_facts import EngineFacts
 from shardwise.plan.cost.job import cluster_of
-from shardwise.plan.serving.cost import Serving
 from shardwise.plan.serving.drafting import Speculation, tokens_a_step
-from shardwise.plan.serving.engines import FORMATS, OURS, STORED, stored_format
 from shardwise.plan.serving.play import Place, Played, play, requests_of
-from shardwise.plan.serving.pool import ServingMemory, draft_run, host_pages, kv_dtype, serving_memory
+from shardwise.plan.serving.pool import ServingMemory, draft_run, host_pages, serving_memory
 from shardwise.plan.serving.served import ServedLoad
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.run import AXES, Problem, Run, UserError
 from shardwise.run.draft import drafts
 from shardwise.run.load import LoadRequest
 from shardwise.run.rules.check import serving_rules
-from shardwise.run.weights import BYTES
-from shardwise.run.weights import FORMATS as REDUCED
 from shardwise.schedules.serving.figures import LoadFigures
 
 HOLDS = 0.95
@@ -78,10 +75,9 @@ class ServingPlan:
         serve = self.run.serve
         if serve.speculate == "none":
             return {}
-        tokens = tokens_a_step(serve.acceptance, serve.draft_tokens)
-        return dict(
-            by=serve.speculate, draft_tokens=serve.draft_tokens, acceptance=serve.acceptance, tokens_a_step=tokens
-        )
+        drafts, acceptance = serve.draft_tokens, serve.acceptance
+        tokens = tokens_a_step(acceptance, drafts)
+        return dict(by=serve.speculate, draft_tokens=drafts, acceptance=acceptance, tokens_a_step=tokens)
 
     @cached_property
     def served(self) -> ServedLoad:
@@ -96,10 +92,7 @@ class ServingPlan:
             "running": max(each.most_running for each in played), "pages": max(each.most_pages for each in played),
         }  # fmt: skip
         if self.run.serve.speculate != "none":
-            engine |= {
-                "drafted": sum(each.drafted for each in played),
-                "accepted": sum(each.accepted for each in played),
-            }
+            engine |= {name: sum(getattr(each, name) for each in played) for name in ("drafted", "accepted")}
         return ServedLoad(self.figures.as_dict(), engine, owners)
 
 
@@ -109,14 +102,6 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
     layout, model, serve = run.layout, run.model, run.serve
     if broken := _broken(run):
         raise UserError(*broken)
-    ranks = layout.shard * layout.context * layout.tensor
-    form = stored_format(model, serve.weights, run.train.dtype)
-    serving = Serving(
-        model, cluster, OURS, form, form, BYTES[kv_dtype(run)], layout.tensor, layout.pipeline,
-        expert=layout.expert, expert_tensor=ranks // layout.expert,
-        windowed=(1.0, model.sliding_window) if model.sliding_window else (0.0, 0),
-        head=FORMATS[STORED[serve.head]] if serve.head in REDUCED else None,
-    )  # fmt: skip
     memory = serving_memory(run, cluster.chip)
     if memory.pages < 2:
         raise UserError(
@@ -124,17 +109,10 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
                 f"a device's {cluster.chip.memory / 2**30:.0f} GiB leave no room for keys and values", "layout.tensor"
             )
         )
-    facts = engine_facts(cluster.chip)
-    slots = min(serve.max_sequences, serve.max_step_tokens)
-    times = StepTime(serving, facts, slots, drafts(run))
-    guessing: StepTime | None = None
-    if (draft := draft_run(run)) is not None:
-        whole = FORMATS[STORED[run.train.dtype]]
-        windowed = (1.0, draft.model.sliding_window) if draft.model.sliding_window else (0.0, 0)
-        small = Serving(draft.model, cluster, OURS, whole, whole, BYTES[kv_dtype(draft)], windowed=windowed)
-        guessing = StepTime(small, facts, slots, 1)
+    times, draft = StepTime.of_run(run, cluster, drafts(run)), draft_run(run)
+    guessing = None if draft is None else StepTime.of_run(draft, cluster, 1)
     place = Place(memory.pages, host_pages(run, memory), model.max_positions, model.sliding_window)
-    arrive = facts.profile.serve_arrive if over_http else 0.0
+    arrive = times.facts.profile.serve_arrive if over_http else 0.0
     asked = requests_of(serve, run.train.seed)
     # A client stays with its replica; with a rate, every request is a client of its own.
     clients_of = [n if serve.rate else n % max(1, serve.concurrency) for n in range(len(asked))]
@@ -154,20 +132,18 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
         )
         for n, (share, own) in enumerate(zip(shares, clients, strict=True))
     )
-    first = played[0].figures
+    errors: Counter[str] = Counter()
+    for each in played:
+        errors.update(each.figures.errors)
     figures = LoadFigures(
         tuple(made for each in played for made in each.figures.made),
         sum(each.figures.requests for each in played),
         max(each.figures.seconds for each in played),
-        first.limits,
-        {
-            error: sum(each.figures.errors.get(error, 0) for each in played)
-            for each in played
-            for error in each.figures.errors
-        },
+        played[0].figures.limits,
+        dict(errors),
     )
     price = (run.cluster.price or cluster.chip.price) * layout.world
-    return ServingPlan(run, figures, memory, played, price, _holds(run, figures), facts)
+    return ServingPlan(run, figures, memory, played, price, _holds(run, figures), times.facts)
 
 
 def _broken(run: Run) -> list[Problem]:

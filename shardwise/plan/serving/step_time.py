@@ -12,17 +12,19 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import floor, log2
 
-from shardwise.hardware import collective_seconds, make_cluster
+from shardwise.hardware import Cluster, collective_seconds, make_cluster
 from shardwise.hardware.efficiency import memory_seconds
-from shardwise.hardware.engine_facts import EngineFacts
+from shardwise.hardware.engine_facts import EngineFacts, engine_facts
 from shardwise.plan.cost.flops import multiplied
 from shardwise.plan.serving.cost import Serving, Shape, layer_cost, weight_gemm_seconds
 from shardwise.plan.serving.curves import Curves
-from shardwise.plan.serving.engines import OURS, stored_format
+from shardwise.plan.serving.engines import FORMATS, OURS, STORED, stored_format
 from shardwise.plan.serving.inference import constants_of, fitted_inference
-from shardwise.run import ModelConfig
+from shardwise.plan.serving.pool import kv_dtype
+from shardwise.run import ModelConfig, Run
 from shardwise.run.derive import derive_model
 from shardwise.run.weights import BYTES
+from shardwise.run.weights import FORMATS as REDUCED
 from shardwise.schedules.serving.settings import graph_sizes, is_short, shared_sizes
 
 GRID = 8
@@ -55,6 +57,19 @@ class StepTime:
     drafts: int = 0
     """Draft tokens per sequence that a step verifies."""
     _kept: dict[tuple[str, float, float], float] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of_run(cls, run: Run, cluster: Cluster, drafts: int = 0) -> StepTime:
+        """The steps of this project's engine on one replica of a run's layout."""
+        model, serve, lay = run.model, run.serve, run.layout
+        form = stored_format(model, serve.weights, run.train.dtype)
+        serving = Serving(
+            model, cluster, OURS, form, form, BYTES[kv_dtype(run)], lay.tensor, lay.pipeline, expert=lay.expert,
+            expert_tensor=lay.shard * lay.context * lay.tensor // lay.expert,
+            windowed=(1.0, model.sliding_window) if model.sliding_window else (0.0, 0),
+            head=FORMATS[STORED[serve.head]] if serve.head in REDUCED else None,
+        )  # fmt: skip
+        return cls(serving, engine_facts(cluster.chip), min(serve.max_sequences, serve.max_step_tokens), drafts)
 
     @property
     def gpu(self) -> bool:
