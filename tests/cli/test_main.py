@@ -38,6 +38,35 @@ def test_each_verb_has_help_without_torch() -> None:
     assert all(f"shardwise {verb}" in done.stdout for verb in VERBS)
 
 
+def test_logs_of_failed_ranks_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The message of a failure names them."""
+    ended: list[int] = []
+    places: list[Path] = []
+
+    def start_local(words: list[str], world: int, logs: Path, passed_on: tuple[()]) -> int:
+        (logs / "rank-1.log").write_text("why")
+        places.append(logs)
+        return ended.pop()
+
+    monkeypatch.setattr("shardwise.train.processes.launch.start_local", start_local)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for code in (1, 2):
+        ended.append(code)
+        command = [
+            "bench",
+            "--only",
+            "collectives",
+            "--ranks",
+            "2",
+            "--device",
+            "cpu",
+            "--out",
+            str(tmp_path / "p.json"),
+        ]
+        assert main(command) == 2
+    assert [place.exists() for place in places] == [True, False]
+
+
 def test_planning_side_imports_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; "

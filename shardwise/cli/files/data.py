@@ -310,7 +310,7 @@ def _holdings(tokens: TokenSet, excerpt: str) -> dict[str, Any]:
 
 def _score(args: argparse.Namespace) -> int:
     """Store the log-probabilities of a reference or a teacher, on as many ranks as the run's layout needs."""
-    from shardwise.cli.machinery.ranks import start_here
+    from shardwise.cli.machinery.ranks import start_here, words_of
     from shardwise.hardware.chips import unknown_chip
     from shardwise.run import read_run
     from shardwise.train.processes import launch
@@ -324,7 +324,7 @@ def _score(args: argparse.Namespace) -> int:
     launch.check_gpus(run)
     check_scoring(run)
     if environment is None and run.layout.world > 1:
-        return start_here(run, args)
+        return start_here(words_of(args), run.layout.world)
     if environment is not None:
         launch.join(environment, run)
     try:

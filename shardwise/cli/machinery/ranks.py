@@ -34,13 +34,13 @@ def words_of(args: argparse.Namespace) -> list[str]:
     return [*args.arguments, *(f"--{override}" for override in args.overrides)]
 
 
-def start_here(run: Run, args: argparse.Namespace, passed_on: Sequence[signal.Signals] = ()) -> int:
-    """Run this command as the ranks of the run's layout on this machine, and return its exit code; `passed_on` are signals for the
-    first rank."""
+def start_here(words: Sequence[str], world: int, passed_on: Sequence[signal.Signals] = ()) -> int:
+    """Run a command with these arguments as ranks on this machine, and return its exit code; `passed_on` are signals for the first
+    rank. The logs are kept if a rank failed."""
     from shardwise.train.processes import launch
 
     logs = Path(tempfile.mkdtemp(prefix="shardwise-ranks-"))
-    code = launch.start_local(words_of(args), run.layout.world, logs, passed_on)
+    code = launch.start_local(words, world, logs, passed_on)
     if code != 1:  # the message of a failure names the logs
         shutil.rmtree(logs, ignore_errors=True)
     return code
@@ -57,7 +57,7 @@ def start_ranks(run: Run, args: argparse.Namespace) -> int | None:
     if environment is not None or run.layout.world == 1:
         return None
     start_fork_server()
-    return start_here(run, args, STOPS)
+    return start_here(words_of(args), run.layout.world, STOPS)
 
 
 @contextlib.contextmanager

@@ -159,15 +159,15 @@ def _serving(args: argparse.Namespace) -> Profile:
 
 def _collectives(args: argparse.Namespace) -> tuple[dict[str, Any], ...]:
     """The points measured by ranks that this command starts."""
+    from shardwise.cli.machinery.ranks import start_here
     from shardwise.hardware import load_profile
-    from shardwise.train.processes import launch
 
     print(f"collectives over {args.ranks} ranks …", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "collectives.json"
         arguments = ["bench", "--only", "collectives", "--out", str(out), "--device", args.device, "--quiet"]
         arguments += ["--seconds", str(args.seconds), *(["--quick"] if args.quick else [])]
-        if launch.start_local(arguments, args.ranks, Path(folder) / "logs"):
+        if start_here(arguments, args.ranks):
             raise UserError("a rank failed while collectives were measured; no profile was written")
         return load_profile(out).collective
 

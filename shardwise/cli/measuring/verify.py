@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cli.machinery.options import at_least, new_file
-from shardwise.cli.machinery.ranks import start_here
+from shardwise.cli.machinery.ranks import start_here, words_of
 from shardwise.cli.machinery.terminal import progress_line, show_comparison
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import Run, UserError, counted, read_planned, read_run
@@ -91,7 +91,7 @@ def execute(args: argparse.Namespace) -> int:
     environment = rank_environment(os.environ)
     launch.check_here(run, environment)
     if environment is None and run.layout.world > 1:
-        code = start_here(run, args)
+        code = start_here(words_of(args), run.layout.world)
         return 1 if code == launch.ANSWER else code
     return _as_rank(run, args, environment)
 
