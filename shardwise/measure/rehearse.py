@@ -5,6 +5,9 @@ The rank trains on random tokens, routed evenly over experts. It runs enough mic
 compared with is for a step of that many. Without `hold`, stand-ins take almost no time, so the measured time is the rank's own
 work. With `hold`, each stand-in keeps its stream busy for the collective's planned time, so exposed communication shows. Kernels
 are classified by their names, as `shardwise trace` does; device-to-device copies are the stand-ins' own, and left out.
+
+A rehearsal also gives a hardware profile: the GEMMs and attention of the rank, timed inside its step, with the step's effects on
+the chip's clock and caches. The planner corrects its curves with these points near their shapes.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from shardwise.hardware import collective_seconds
+from shardwise.hardware import Profile, collective_seconds
 from shardwise.hardware.chips import chip_of_driver_name
 from shardwise.ledger import Difference
+from shardwise.measure.bench.kernels import event_seconds
+from shardwise.measure.bench.machine import empty_profile
 from shardwise.measure.counts.memory import gradients_of, optimizer_of, parameters_of, unique_bytes
 from shardwise.measure.counts.rounds import microbatches_to_run, with_microbatches
 from shardwise.measure.dry import even_routing
@@ -45,6 +50,17 @@ TOLERANCE = {"time compute": 0.07, "memory peak": 0.03}
 """Relative difference between plan and rehearsal that counts as agreement; other quantities are shown but not judged."""
 WITHOUT_GPU = {"memory parameters": 0.0, "memory optimizer": 0.0}
 """The same without a GPU, where there are no kernels to time and the allocator reports no peak."""
+GEMMS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "shardwise::gemm": (0, 1), "shardwise::gemm_onto": (0, 1)}
+"""Operators that multiply two matrices, and the argument positions of the two."""
+ATTENTION = {
+    "aten::_scaled_dot_product_cudnn_attention": ("flash3", "forward", 0),
+    "aten::_scaled_dot_product_flash_attention": ("flash2", "forward", 0),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": ("flash2", "forward", 0),
+    "aten::_scaled_dot_product_cudnn_attention_backward": ("flash3", "backward", 1),
+    "aten::_scaled_dot_product_flash_attention_backward": ("flash2", "backward", 1),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": ("flash2", "backward", 1),
+}
+"""Fused attention operators: the planner's kernel name, the direction, and the argument position of the queries; keys follow."""
 
 Say = Callable[[str], None]
 Collectives = Callable[[int, int, Hold | None], contextlib.AbstractContextManager[None]]
@@ -211,13 +227,8 @@ def _timed(train_state: TrainState, batch: Any) -> float:
         began = time.perf_counter()
         train_state.train_step(batch).read()
         return time.perf_counter() - began
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    start.record()
-    train_state.train_step(batch)
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e-3
+    return event_seconds(lambda: train_state.train_step(batch))
 
 
 def _kernels(profiler: profile) -> tuple[Counter[str], int]:
@@ -272,3 +283,43 @@ def _beside(run: Run, job: Job, rank: int, measured: _Measured) -> Iterator[Diff
 def _held(memory: Mapping[str, float], measured: _Measured) -> Iterator[Difference]:
     for name, size in measured.owners.items():
         yield Difference("memory", f"memory {name}", memory.get(name, 0.0), float(size))
+
+
+def rehearsed_profile(run: Run, rank: int, say: Say) -> Profile:
+    """Rehearse a rank and read the times of its GEMMs and its attention from the profile."""
+    gemms: dict[tuple[Any, ...], list[float]] = {}
+    attention: dict[tuple[Any, ...], list[float]] = {}
+
+    def read(recorded: profile) -> None:
+        for event in recorded.events() or ():
+            seconds = (event.device_time_total if on_gpu else event.cpu_time_total) * 1e-6
+            if not seconds or not event.input_shapes:
+                continue
+            if event.name in GEMMS:
+                first, second = (event.input_shapes[place] for place in GEMMS[event.name])
+                if len(first) == len(second) == 2:
+                    gemms.setdefault((first[0], second[1], first[1]), []).append(seconds)
+            elif event.name in ATTENTION:
+                kernel, direction, at = ATTENTION[event.name]
+                (batch, heads, queries, width), keys = event.input_shapes[at], event.input_shapes[at + 1][2]
+                attention.setdefault((batch, heads, queries, keys, width, kernel, direction), []).append(seconds)
+
+    device = choose_device(run.train.device)
+    on_gpu = device.type == "cuda"
+    rehearse(run, rank, steps=1, read=read, say=say)
+    if not gemms:
+        raise UserError("the rehearsal ran no GEMM that the profiler saw; no profile was written")
+    dtype = run.train.dtype
+    return replace(
+        empty_profile(device),
+        gemm=tuple(
+            dict(m=m, n=n, k=k, dtype=dtype, seconds=seconds, tflops=2.0 * m * n * k / seconds / 1e12)
+            for (m, n, k), times in gemms.items()
+            for seconds in (statistics.median(times),)
+        ),
+        attention=tuple(
+            dict(batch=batch, heads=heads, queries=queries, keys=keys, head_dim=width, causal=queries == keys,
+                 kernel=kernel, direction=direction, dtype=dtype, seconds=statistics.median(times))
+            for (batch, heads, queries, keys, width, kernel, direction), times in attention.items()
+        ),
+    )  # fmt: skip

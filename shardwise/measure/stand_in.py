@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.measure.bench.kernels import event_seconds
 from shardwise.torch_private import close_library, cuda_sleep, fake_process_group
 
 Hold = Callable[[str, str, int, int], float]
@@ -155,14 +156,9 @@ def noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
 @cache
 def cycles_a_second() -> float:
     """The frequency of the clock that `cuda_sleep` counts in."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cycles = 20_000_000
-    for _ in range(2):
-        start.record()
-        cuda_sleep(cycles)
-        end.record()
-        end.synchronize()
-    return cycles / (start.elapsed_time(end) * 1e-3)
+    _, seconds = (event_seconds(lambda: cuda_sleep(cycles)) for _ in range(2))
+    return cycles / seconds
 
 
 def spin(seconds: float) -> None:

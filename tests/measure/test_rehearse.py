@@ -189,7 +189,7 @@ def test_a_rehearsed_layout_may_be_searched_for(tmp_path: Path, monkeypatch: pyt
         asked.append(run)
         return empty_profile(torch.device("cpu"))
 
-    monkeypatch.setattr("shardwise.measure.rehearsed_profile.rehearsed_profile", measured)
+    monkeypatch.setattr("shardwise.measure.rehearse.rehearsed_profile", measured)
     run, out = tmp_path / "run.toml", tmp_path / "profile.json"
     run.write_text("")
     words = ["bench", "--rehearse", str(run), "--out", str(out), "--device", "cpu", "--quiet"]

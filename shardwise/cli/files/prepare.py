@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from shardwise.data.prepare.fates import Fate
     from shardwise.data.prepare.prepare import Progress
     from shardwise.data.prepare.recipe import Recipe
+    from shardwise.launch.submission import Submission
 
 SECONDS_BETWEEN_LINES = 10.0
 PAGE = "statistics.html"
@@ -125,9 +127,7 @@ def _one_stage(args: argparse.Namespace, out: Path) -> int:
 
 
 def _submit(args: argparse.Namespace, recipe: Recipe, out: Path) -> int:
-    from shardwise.cli.files.prepare_slurm import submit_recipe
-
-    jobs = submit_recipe(recipe, Path(args.recipe), out, args.workers, args.option, args.restart)
+    jobs = _submit_stages(args, recipe, out)
     if args.json:
         print(json.dumps({"jobs": [job.id for job in jobs]}))
     elif jobs:
@@ -136,6 +136,40 @@ def _submit(args: argparse.Namespace, recipe: Recipe, out: Path) -> int:
     else:
         print(f"{out} is already prepared; nothing was submitted")
     return 0
+
+
+def _submit_stages(args: argparse.Namespace, recipe: Recipe, out: Path) -> list[Submission]:
+    """Write and submit the recipe as Slurm arrays of `--workers` tasks: a job for each unfinished stage, each after the one before,
+    and a final one."""
+    from shardwise.data.prepare.prepare import STATISTICS, begin
+    from shardwise.data.prepare.stages import WORK, missing
+    from shardwise.launch.arrays import TASK, array_script
+    from shardwise.launch.submission import FOLDER, submit
+
+    if args.workers < 1:
+        raise UserError(Problem("is needed for Slurm: the tasks of each array", "--workers"))
+    file = Path(args.recipe).resolve()
+    plan = begin(recipe, file.parent, out, args.restart)
+    if (out / STATISTICS).exists():
+        return []
+    command = [sys.executable, "-m", "shardwise", "data", "prepare", str(file), "--out", str(out.resolve())]
+    (out / FOLDER).mkdir(exist_ok=True)
+    (out / "logs").mkdir(exist_ok=True)
+    jobs: list[Submission] = []
+
+    def add(name: str, tasks: int, more: list[str]) -> None:
+        words = f"{shlex.join([*command, '--stage', name])} {' '.join(more)}".rstrip()
+        path = out / FOLDER / f"{name}.sbatch"
+        after = jobs[-1].id if jobs else ""
+        path.write_text(array_script(f"prepare-{name}", tasks, [words], out, after=after, options=args.option))
+        jobs.append(submit("slurm", path, out, log=str(out.resolve() / "logs" / "slurm-%j-0.out")))
+
+    for stage in plan.stages():
+        if left := len(missing(out / WORK, stage)):
+            shares = min(args.workers, left)
+            add(stage.name, shares, ["--share", f'"{TASK}/{shares}"'])
+    add("finish", 1, [])
+    return jobs
 
 
 def _log() -> Callable[[Progress], None]:

@@ -81,7 +81,7 @@ def _rehearsed(args: argparse.Namespace) -> Profile:
     """A profile with the points of a rehearsal."""
     from shardwise.cli.machinery.terminal import progress_line
     from shardwise.hardware.chips import unknown_chip
-    from shardwise.measure.rehearsed_profile import rehearsed_profile
+    from shardwise.measure.rehearse import rehearsed_profile
 
     run = read_planned(args.run, args.overrides, (unknown_chip,)).run
     if args.device != "auto":

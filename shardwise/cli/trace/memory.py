@@ -89,7 +89,9 @@ def baseline_of(args: argparse.Namespace, rank: int) -> MemoryBaseline | None:
     if is_snapshot(path) or path.is_dir():
         others = profiled_histories([path]) if path.is_dir() else histories_of([path])[:1]
         other = next((each for each in others if each.rank == rank), others[0] if others else None)
-        return other and MemoryBaseline("before", {name: float(size) for name, size in other.owners.items()})
+        if other is None:
+            return None
+        return MemoryBaseline("before", {name: float(size) for name, size in other.owners.items()})
     try:
         stages = json.loads(path.read_text(encoding="utf-8"))["memory"]["stages"]
         return MemoryBaseline("plan", _as_seen(max(stages, key=lambda owners: sum(owners.values()))))

@@ -67,15 +67,20 @@ class Stopwatch:
         return statistics.median(self._between_events(work) for _ in range(samples))
 
     def _between_events(self, work: Work) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         assert self._flush is not None
         for _ in range(4):
             self._flush.zero_()
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e-3
+        return event_seconds(work)
+
+
+def event_seconds(work: Work) -> float:
+    """Seconds of `work` on the GPU, between two events of the current stream."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
 
 
 def _wall(work: Work) -> float:

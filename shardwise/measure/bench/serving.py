@@ -24,7 +24,7 @@ import torch
 
 from shardwise.hardware import Profile
 from shardwise.hardware.profile import LAYER, dump_profile
-from shardwise.measure.bench.kernels import Point, Stopwatch
+from shardwise.measure.bench.kernels import Point, Stopwatch, event_seconds
 from shardwise.measure.bench.machine import Progress, empty_profile
 from shardwise.measure.bench.tune_attention import tune_attention
 from shardwise.measure.serve_load import own_runner, random_model, verify_load
@@ -177,14 +177,9 @@ class DeviceWatch:
         return self._between(_times(work, repeats)) / repeats
 
     def _between(self, work: Callable[[], object], ahead: int = 0) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         for _ in range(ahead):
             self.busy.zero_()
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e-3
+        return event_seconds(work)
 
 
 def _times(work: Callable[[], object], repeats: int) -> Callable[[], None]:
