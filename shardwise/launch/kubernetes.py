@@ -38,7 +38,6 @@ class Cluster:
     namespace: str = ""
     queue: str = ""
     """Kueue's local queue."""
-    runtime: str = RUNTIME
 
 
 def jobset(job: Job, cluster: Cluster) -> dict[str, Any]:
@@ -80,26 +79,18 @@ def jobset(job: Job, cluster: Cluster) -> dict[str, Any]:
         "action": "RestartJobSetAndIgnoreMaxRestarts",
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": _metadata(job, cluster),
-        "spec": {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": job.run.train.restarts, "rules": [restart]},
-            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],
-        },
+    whole = {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "failurePolicy": {"maxRestarts": job.run.train.restarts, "rules": [restart]},
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],
     }
+    return _document("jobset.x-k8s.io/v1alpha2", "JobSet", job, cluster, whole)
 
 
 def trainjob(job: Job, cluster: Cluster) -> dict[str, Any]:
     """The TrainJob of a job; Kubeflow turns it into a JobSet and sets PET_ variables in its pods."""
     spec: dict[str, Any] = {
-        "runtimeRef": {
-            "name": cluster.runtime,
-            "apiGroup": "trainer.kubeflow.org",
-            "kind": "ClusterTrainingRuntime",
-        },
+        "runtimeRef": {"name": RUNTIME, "apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime"},
         "trainer": {
             "image": job.image,
             "command": _command(job, cluster, '"$PET_MASTER_ADDR:$PET_MASTER_PORT"'),
@@ -114,21 +105,16 @@ def trainjob(job: Job, cluster: Cluster) -> dict[str, Any]:
     patched = {"containers": [{"name": "node", "volumeMounts": _mounts(cluster)}], "volumes": _volumes(cluster)}
     inner = {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": {"spec": patched}}}}]}
     spec["runtimePatches"] = [{"manager": "shardwise", "trainingRuntimeSpec": {"template": {"spec": inner}}}]
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _metadata(job, cluster),
-        "spec": spec,
-    }
+    return _document("trainer.kubeflow.org/v1alpha1", "TrainJob", job, cluster, spec)
 
 
-def _metadata(job: Job, cluster: Cluster) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": job.name}
+def _document(version: str, kind: str, job: Job, cluster: Cluster, spec: dict[str, Any]) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"name": job.name}
     if cluster.namespace:
-        found["namespace"] = cluster.namespace
+        metadata["namespace"] = cluster.namespace
     if cluster.queue:
-        found["labels"] = {"kueue.x-k8s.io/queue-name": cluster.queue}
-    return found
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": cluster.queue}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def _command(job: Job, cluster: Cluster, meeting: str) -> list[str]:
