@@ -49,7 +49,7 @@ def broken_rules(run: Run, serves: bool = False) -> Iterator[Broken]:
         _data_rules(run),
         _cluster_rules(run),
     )
-    for rule in chain(laid_out, own, (Rule(*each) for each in adapter_rules(run))):
+    for rule in chain(laid_out, own, adapter_rules(run)):
         if rule.broken:
             yield Broken(rule.key, rule.others, rule.reason())
 
@@ -220,10 +220,10 @@ def layout_rules(run: Run) -> Iterator[Rule]:
     yield from invariant_rules(run)
     yield from memory_rules(run)
     yield from sample_rules(run)
-    yield from (Rule(*each) for each in adapter_layout_rules(run))
+    yield from adapter_layout_rules(run)
     yield from teacher_layout_rules(run, layout_rules)
     yield from compress_rules(run)
-    m, lay, train = run.model, run.layout, run.train
+    lay, train = run.layout, run.train
     gpu, alone = train.device != "cpu", replace(run, layout=LayoutConfig(offload=lay.offload))
     if train.cuda_graph is True:
         others = ("train.dtype", "train.device", "layout.offload")
@@ -234,17 +234,20 @@ def layout_rules(run: Run) -> Iterator[Rule]:
                    lambda: "works only on one GPU in 16 bits; use auto")
     yield Rule(lay.offload and not gpu, "layout.offload", ("train.device",),
                lambda: "keeps a GPU's state in CPU memory; without a GPU turn it off")
-    if m.experts:
-        yield Rule(m.experts % lay.expert > 0, "layout.expert", ("model.experts",), lambda: (
-            f"{lay.expert} does not divide model.experts = {m.experts}: each rank holds whole experts; "
-            f"{_divisors(m.experts)} would do"
-        ))
-    else:
-        yield Rule(lay.expert > 1, "layout.expert", ("model.experts",),
-                   lambda: f"{lay.expert} ranks of experts, but the model has none")
+    yield _whole_experts(run)
     ranks = lay.shard * lay.context
     yield Rule(ranks % lay.expert > 0, "layout.expert", ("layout.shard", "layout.context"), lambda: (
         f"{lay.expert} does not divide layout.shard x layout.context = {ranks}: experts regroup those ranks and add none"
+    ))
+
+
+def _whole_experts(run: Run) -> Rule:
+    m, lay = run.model, run.layout
+    if not m.experts:
+        return Rule(lay.expert > 1, "layout.expert", ("model.experts",),
+                    lambda: f"{lay.expert} ranks of experts, but the model has none")
+    return Rule(m.experts % lay.expert > 0, "layout.expert", ("model.experts",), lambda: (
+        f"{lay.expert} does not divide model.experts = {m.experts}: each rank holds whole experts; {_divisors(m.experts)} would do"
     ))
 
 
@@ -260,13 +263,9 @@ def serving_rules(run: Run) -> Iterator[Rule]:
         f"in serving, shard x context ({data}) only splits experts, and layout.expert = {lay.expert} is not a multiple of it; use "
         "layout.tensor to split matrices, layout.replicate for more engines"
     ))
+    yield _whole_experts(run)
     if not m.experts:
-        yield Rule(lay.expert > 1, "layout.expert", ("model.experts",),
-                   lambda: f"{lay.expert} ranks of experts, but the model has none")
         return
-    yield Rule(m.experts % lay.expert > 0, "layout.expert", ("model.experts",), lambda: (
-        f"{lay.expert} does not divide model.experts = {m.experts}: each rank holds whole experts; {_divisors(m.experts)} would do"
-    ))
     uneven = ranks % lay.expert > 0
     yield Rule(uneven, "layout.expert", ("layout.shard", "layout.context", "layout.tensor"), lambda: (
         f"{lay.expert} does not divide layout.shard x layout.context x layout.tensor = {ranks}: experts are split over those "
