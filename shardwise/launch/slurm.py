@@ -4,13 +4,18 @@ A run that is asked to stop saves and exits with code 75; the script then requeu
 happens ahead of the time limit (`--signal`), on preemption, and when a user signals a rank. If Slurm ends the job itself, because
 it is cancelled or a machine is lost, the script leaves it to Slurm whether to requeue the job. After any other failure the script
 starts the ranks again in the same allocation, up to `train.restarts` times without a new checkpoint in between.
+
+Jobs of many similar tasks, those of a scaling ladder or those that prepare data, are an array. A task that Slurm ends is requeued;
+its command keeps the work done so far and continues where it stopped.
 """
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from pathlib import Path
 
-from shardwise.launch.job import Job, time_text
+from shardwise.launch.job import Job, scheduler_name, time_text
 from shardwise.train.faults.ranks import DOUBLINGS, MISTAKE
 from shardwise.train.faults.stop import PREEMPTED
 
@@ -18,6 +23,8 @@ EARLY = 90
 """Seconds, in addition to `train.save_deadline`, that the signal comes ahead of the limit: Slurm may send it a minute late."""
 WAIT = 60
 """Seconds that the other ranks have to end after the first one has ended."""
+TASK = "$SLURM_ARRAY_TASK_ID"
+"""The number of an array's task, for use in its command."""
 
 
 def log_file(job: Job) -> str:
@@ -89,3 +96,22 @@ def script(job: Job) -> str:
             "",
         ]
     )
+
+
+def array_script(
+    name: str,
+    tasks: int,
+    commands: Sequence[str],
+    folder: Path,
+    *,
+    after: str = "",
+    ranks: int = 1,
+    options: Sequence[str] = (),
+) -> str:
+    """The file for `sbatch`: runs `commands` once for each task. `after` is the id of a job that has to succeed first. Each task's
+    output goes to its own file in the folder's `logs`."""
+    lines = [f"--job-name={scheduler_name(name)}", f"--array=0-{tasks - 1}", f"--ntasks={ranks}"]
+    lines += [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] * bool(after)
+    log = folder.resolve() / "logs" / "slurm-%A-%a.out"
+    lines += ["--requeue", "--open-mode=append", f"--output={shlex.quote(str(log))}", *options]
+    return "\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "", "set -u", *commands, ""])

@@ -15,8 +15,8 @@ import pytest
 from patience import HANG_SECONDS
 
 from shardwise.cli.main import main
-from shardwise.launch.arrays import array_script
 from shardwise.launch.job import estimate, parse_time, requeues, scheduler_name, time_text
+from shardwise.launch.slurm import array_script
 from shardwise.launch.submission import submissions
 from shardwise.run import UserError, read_run
 

@@ -143,7 +143,7 @@ def _submit_stages(args: argparse.Namespace, recipe: Recipe, out: Path) -> list[
     and a final one."""
     from shardwise.data.prepare.prepare import STATISTICS, begin
     from shardwise.data.prepare.stages import WORK, missing
-    from shardwise.launch.arrays import TASK, array_script
+    from shardwise.launch.slurm import TASK, array_script
     from shardwise.launch.submission import FOLDER, submit
 
     if args.workers < 1:

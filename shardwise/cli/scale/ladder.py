@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.cli.machinery.options import write_file
 from shardwise.hardware.chips import unknown_chip
-from shardwise.launch.arrays import TASK, array_script
+from shardwise.launch.slurm import TASK, array_script
 from shardwise.plan.budget.ladder import Rung, make_ladder, rung_of
 from shardwise.report import words
 from shardwise.run import Problem, UserError, read_run, to_toml
