@@ -109,7 +109,9 @@ def _read(shard: Shard, start: tuple[int, ...], into: Tensor, progress: Progress
     crc = 0
     handle = os.open(shard.file, os.O_RDONLY | os.O_CLOEXEC) if shard.crc is None else open_plain(shard.file)
     try:
-        for target, first in _blocks(into, max(1, BLOCK // row)):
+        rows_of_block = max(1, BLOCK // row)
+        for first in range(0, len(into), rows_of_block):
+            target = into[first : first + rows_of_block]
             same = target.dtype == shard.dtype and target.device.type == "cpu"
             straight = same and target.is_contiguous() and target.shape[1:] == shard.size[1:]
             rows = target if straight else torch.empty((len(target), *shard.size[1:]), dtype=shard.dtype)
@@ -125,11 +127,6 @@ def _read(shard: Shard, start: tuple[int, ...], into: Tensor, progress: Progress
     if shard.crc is not None and len(into) == shard.size[0] and crc != shard.crc:
         message = f"is damaged: the bytes of {shard.name} are not those written"
         raise UserError(Problem(message, where=str(shard.file)))
-
-
-def _blocks(values: Tensor, rows: int) -> list[tuple[Tensor, int]]:
-    """Blocks of `rows` rows, each with the index of its first row."""
-    return [(values[first : first + rows], first) for first in range(0, len(values), rows)]
 
 
 def _fill(handle: int, into: memoryview, begin: int, file: Path, progress: Progress) -> None:

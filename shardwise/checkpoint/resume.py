@@ -141,21 +141,21 @@ def _load_base(state: State, progress: Progress) -> Reader | None:
     return reader
 
 
-def _rounded(state: Network, matrix: Tensor) -> Tensor:
-    """A matrix on the device in the compute dtype, as a run without 4-bit weights would use it."""
-    return matrix.to(state.device, getattr(torch, state.run.train.dtype))
-
-
 @torch.no_grad()
 def read_model(state: Network, reader: Reader, prefix: str = "") -> None:
     """Read parameters and buffers from a folder of a whole network, or adapters from a checkpoint of adapters."""
+
+    def rounded(name: str) -> Tensor:
+        """A matrix on the device in the compute dtype, as a run without 4-bit weights would use it."""
+        return reader.get(name).to(state.device, getattr(torch, state.run.train.dtype))
+
     adapters = state.run.adapter.used and bool(prefix)
-    in_4_bits = Quantizer(lambda name: _rounded(state, reader.get(name)), state.run.adapter.double_quantization)
+    in_4_bits = Quantizer(rounded, state.run.adapter.double_quantization)
     for each in state.parallel.parameters:
         if not prefix and begins_anew(state.run.model, reader, each.name):
             continue
         if not adapters and each.entry.init == "magnitude":
-            lengths = row_lengths(_rounded(state, reader.get(matrix_of(each.name))))
+            lengths = row_lengths(rounded(matrix_of(each.name)))
             local(each.parameter.detach()).copy_(local_slice(lengths, each.cuts, state.mesh))
         if state.run.adapter.used and (
             each.entry.frozen if adapters else each.name not in reader and not each.entry.dtype

@@ -30,7 +30,7 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.files import sync
 from shardwise.parallel.mesh import Mesh
 from shardwise.report import words
-from shardwise.run import Run, UserError
+from shardwise.run import UserError
 
 SPARE = 64 << 20  # bytes that a checkpoint leaves free, for the metrics and logs of the run
 ROUND = 30.0  # seconds after which ranks that wait for each other's shards ask again
@@ -68,7 +68,7 @@ class Saver:
         self.staging = Staging()
         self.problem = ""  # why the last checkpoint was not saved; "" when it was
         self.attempt, _ = gather(mesh, secrets.token_hex(4) if mesh.rank == 0 else "")
-        self._described: dict[str, Any] | None = None
+        self._described: dict[str, Any] | None = None  # the adapters' base
         self._pending: _Pending | None = None
         self._thread: Thread | None = None
 
@@ -88,6 +88,8 @@ class Saver:
             self.log(f"warning: step {state.step} is not saved: {self.problem}")
             return
         self.problem = ""
+        if self._described is None:
+            self._described = describe_base(state.run)
         began = time.perf_counter()
         staged = self.staging.copy(shards)
         counters = dict(
@@ -95,7 +97,7 @@ class Saver:
             loss_scale=dict(scale=state.loss_scale.scale, good=state.loss_scale.good),
             data=self.fingerprint,
             more=dict(more or {}),
-            **self._weights_below(state.run),
+            **self._described,
         )
         description = Description(state.job, state.step, counters, self.tokenizer)
         draft = draft_of_step(self.out, state.step, self.attempt)
@@ -109,12 +111,6 @@ class Saver:
 
         self._thread = Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
-
-    def _weights_below(self, run: Run) -> dict[str, Any]:
-        """The description of the adapters' base, computed once."""
-        if self._described is None:
-            self._described = describe_base(run)
-        return self._described
 
     def finish(self) -> str:
         """Wait for the checkpoint being written; returns why the last one was not saved, or "". The same on all ranks."""

@@ -9,25 +9,29 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from shardwise.checkpoint.format import LocalShard
 from shardwise.checkpoint.reader import Reader
-from shardwise.parallel.local_parameter import local_box, replica_index
+from shardwise.parallel.local_parameter import LocalParameter, local_box, replica_index
 
 if TYPE_CHECKING:  # it imports this file
-    from shardwise.checkpoint.state import State
+    from shardwise.checkpoint.state import State, Updates
+
+
+def _earlier(updates: Updates) -> Iterator[tuple[str, LocalParameter, Tensor]]:
+    """This rank's slices of earlier versions: the name in a checkpoint, the parameter, its values."""
+    versions = updates.versions
+    for number, kept in versions.before.items():
+        for each, values in zip(updates.learned, kept, strict=True):
+            yield f"versions/{versions.latest - number}/{each.name}", each, values
 
 
 def version_shards(state: State) -> Iterator[LocalShard]:
     """The shards of earlier versions that this rank writes."""
-    if state.updates is None:
-        return
-    versions = state.updates.versions
-    for number, kept in versions.before.items():
-        for each, values in zip(state.updates.learned, kept, strict=True):
-            if replica_index(each, state.mesh)[1] == 0:
-                name = f"versions/{versions.latest - number}/{each.name}"
-                yield LocalShard(name, each.whole, local_box(each, state.mesh).offset, values)
+    for name, each, values in _earlier(state.updates) if state.updates is not None else ():
+        if replica_index(each, state.mesh)[1] == 0:
+            yield LocalShard(name, each.whole, local_box(each, state.mesh).offset, values)
 
 
 @torch.no_grad()
@@ -36,9 +40,6 @@ def load_versions(state: State, reader: Reader) -> None:
     if state.updates is None:
         return
     state.updates.restart()
-    versions = state.updates.versions
-    for number, kept in versions.before.items():
-        for each, values in zip(state.updates.learned, kept, strict=True):
-            name = f"versions/{versions.latest - number}/{each.name}"
-            if name in reader:
-                reader.read_into(values, name, local_box(each, state.mesh).offset)
+    for name, each, values in _earlier(state.updates):
+        if name in reader:
+            reader.read_into(values, name, local_box(each, state.mesh).offset)

@@ -12,7 +12,7 @@ token count and the request to stop before the passes, then the norm's share and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(found.values())
 
 
-def all_reduce_together(tensors: list[Tensor], group: Group, most: float = math.inf) -> None:
+def all_reduce_together(tensors: Sequence[Tensor], group: Group, most: float = math.inf) -> None:
     """All-reduce many small tensors in one message per dtype, and those with more than `most` values one by one and in place: a
     joint buffer would be as large as all of them."""
     for large in (t for t in tensors if t.numel() > most):

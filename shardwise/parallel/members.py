@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from shardwise.parallel.compress.quantized import Quantized
+from shardwise.parallel.gradients import all_reduce_together
 from shardwise.parallel.local_parameter import LocalParameter
 from shardwise.parallel.outer import Outer, Sent
 from shardwise.run import LayoutConfig
@@ -197,14 +198,11 @@ class Members:
 def _add_up(gradients: Sequence[Tensor], method: str, group: dist.ProcessGroup | None) -> None:
     """Replace each tensor, all on the host, by its sum over a group."""
     if group is None or not gradients:
-        return None
+        return
     if method != "none":
-        return Quantized(method, group, gradients).add_up(gradients)
-    flat = torch.cat([g.flatten() for g in gradients])
-    dist.all_reduce(flat, group=group)
-    for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(total.view_as(gradient))
-    return None
+        Quantized(method, group, gradients).add_up(gradients)
+    else:
+        all_reduce_together(gradients, group)
 
 
 @dataclass
