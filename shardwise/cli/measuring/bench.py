@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -263,35 +263,25 @@ def tables(profile: Profile) -> list[Table]:
     """The measured points as tables."""
     from shardwise.report import words
 
+    def moved(point: dict[str, Any]) -> tuple[str, str, str]:
+        return words.size(point["bytes"]), words.seconds(point["seconds"]), f"{point['gbs']:.1f}"
+
     made = []
     if profile.gemm:
-        shapes = _by_shape(profile.gemm, ("m", "n", "k"), ("dtype",))
-        made.append(_speeds("GEMM, TFLOP/s", ("m", "n", "k"), shapes))
+        made.append(_speeds("GEMM", profile.gemm, ("m", "n", "k"), ("dtype",)))
     if profile.grouped:
-        shapes = _by_shape(profile.grouped, ("tokens", "n", "k", "experts"), ("dtype",))
-        made.append(_speeds("Grouped GEMM of experts, TFLOP/s", ("tokens", "n", "k", "experts"), shapes))
+        made.append(_speeds("Grouped GEMM of experts", profile.grouped, ("tokens", "n", "k", "experts"), ("dtype",)))
     for dtype in dict.fromkeys(p["dtype"] for p in profile.attention):
-        members = [p for p in profile.attention if p["dtype"] == dtype]
-        shapes = _by_shape(members, ("batch", "heads", "queries", "head_dim"), ("backend", "direction"))
-        made.append(_speeds(f"Causal attention in {dtype}, TFLOP/s", ("batch", "heads", "length", "head dim"), shapes))
+        members = [
+            p | {"length": p["queries"], "head dim": p["head_dim"]} for p in profile.attention if p["dtype"] == dtype
+        ]
+        sizes = ("batch", "heads", "length", "head dim")
+        made.append(_speeds(f"Causal attention in {dtype}", members, sizes, ("backend", "direction")))
     if profile.memory:
-        rows: list[tuple[str, ...]] = [
-            (words.size(p["bytes"]), words.seconds(p["seconds"]), f"{p['gbs']:.1f}") for p in profile.memory
-        ]
-        made.append(_table("Copy", ("bytes", "time", "GB/s"), rows))
+        made.append(_table("Copy", ("bytes", "time", "GB/s"), [moved(p) for p in profile.memory]))
     if profile.elementwise:
-        rows = [
-            (
-                p["operation"],
-                p["direction"],
-                p["dtype"],
-                words.size(p["bytes"]),
-                words.seconds(p["seconds"]),
-                f"{p['gbs']:.1f}",
-            )
-            for p in profile.elementwise
-        ]
         columns = ("", "direction", "dtype", "planned bytes", "time", "GB/s")
+        rows = [(p["operation"], p["direction"], p["dtype"], *moved(p)) for p in profile.elementwise]
         made.append(_table("Elementwise operations", columns, rows))
     made += _serving_tables(profile)
     for size, operation in dict.fromkeys((p["size"], p["operation"]) for p in profile.collective):
@@ -325,30 +315,19 @@ def _nccl_row(point: dict[str, Any]) -> tuple[str, ...]:
     return (str(point["bytes"]), str(point["count"]), point["type"], point["redop"], time, *speeds)
 
 
-Shapes = dict[tuple[int, ...], dict[str, float]]
-
-
-def _by_shape(points: Sequence[dict[str, Any]], sizes: Sequence[str], names: Sequence[str]) -> Shapes:
-    """TFLOP/s by shape and kernel kind."""
-    found: Shapes = {}
-    for point in points:
-        how = "\n".join(str(point[name]).removesuffix("_attention") for name in names)
-        found.setdefault(tuple(point[name] for name in sizes), {})[how] = point["tflops"]
-    return dict(sorted(found.items()))
-
-
-def _speeds(title: str, sizes: Sequence[str], shapes: Shapes) -> Table:
-    how = list(dict.fromkeys(name for row in shapes.values() for name in row))
-    rows = [
-        (*map(str, shape), *(_speed(row[name]) if name in row else "" for name in how)) for shape, row in shapes.items()
-    ]
-    return _table(title, (*sizes, *how), rows)
-
-
-def _speed(tflops: float) -> str:
+def _speeds(title: str, points: Iterable[dict[str, Any]], sizes: Sequence[str], names: Sequence[str]) -> Table:
+    """TFLOP/s by shape, a column for each kind of kernel."""
     from shardwise.report import words
 
-    return words.digits(tflops) if tflops >= 1 else f"{tflops:.4f}"
+    found: dict[tuple[int, ...], dict[str, str]] = {}
+    for point in points:
+        kind, speed = "\n".join(str(point[name]).removesuffix("_attention") for name in names), point["tflops"]
+        row = found.setdefault(tuple(point[name] for name in sizes), {})
+        row[kind] = words.digits(speed) if speed >= 1 else f"{speed:.4f}"
+    shapes = sorted(found.items())
+    kinds = list(dict.fromkeys(kind for _, row in shapes for kind in row))
+    rows = [(*map(str, shape), *(row.get(kind, "") for kind in kinds)) for shape, row in shapes]
+    return _table(f"{title}, TFLOP/s", (*sizes, *kinds), rows)
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
