@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.model.attention import GroupedAttention, LatentAttention
-from shardwise.model.layers import FeedForward, Norm
+from shardwise.model.layers import FeedForward
 from shardwise.model.moe.layer import MoE
 from shardwise.model.transformer import Block
 
@@ -98,27 +98,18 @@ def fold(block: Block, site: Site, scale: Tensor) -> None:
     for name in (*site.matrices, *site.others):
         matrix = block.get_parameter(name)
         matrix.copy_(matrix * scale.to(matrix.dtype).unsqueeze(-2))
-    if site.follows_norm:
-        norm = block.get_submodule(site.before)
-        assert isinstance(norm, Norm)
-        for part in (norm.weight, norm.bias):
-            if part is not None:
-                part.copy_(part / scale.to(part.dtype))
-        return
+    if ".experts." in site.before:
+        parts = [block.get_parameter(site.before)]
+    else:  # the weight and, where there is one, the bias
+        parts = list(block.get_submodule(site.before.removesuffix(".weight")).parameters(recurse=False))
     rows = _rows_of(block, site, scale)
-    names = (
-        [site.before, site.before.removesuffix("weight") + "bias"] if site.before.endswith(".weight") else [site.before]
-    )
-    for name in names:
-        module, _, leaf = name.rpartition(".")
-        part = getattr(block.get_submodule(module), leaf)
-        if part is not None:
-            by_row = rows.to(part.dtype)
-            part.copy_(part / (by_row if part.ndim == rows.ndim else by_row.unsqueeze(-1)))
+    for part in parts:
+        by_row = rows.to(part.dtype)
+        part.copy_(part / (by_row if part.ndim == rows.ndim else by_row.unsqueeze(-1)))
 
 
 def _rows_of(block: Block, site: Site, scale: Tensor) -> Tensor:
-    """The divisors of the rows of the matrix before."""
+    """The divisors of the producer's rows."""
     attention = block.attention
     if site.before == "attention.v.weight":
         assert isinstance(attention, GroupedAttention)

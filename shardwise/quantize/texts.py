@@ -34,7 +34,6 @@ class Texts:
     calibrations: int
     evaluation: Callable[[NDArray[np.int64]], Batch]
     evaluations: int
-    length: int
 
 
 def open_texts(folder: Path, run: Run, given: Path | None) -> Texts:
@@ -59,7 +58,7 @@ def open_texts(folder: Path, run: Run, given: Path | None) -> Texts:
         raise UserError(
             Problem("holds nothing back to evaluate on; set data.holdout above 0", "--set", str(given or folder))
         )
-    return Texts(data.train.take, data.train.count, data.validation.take, data.validation.count, run.train.seq_len)
+    return Texts(data.train.take, data.train.count, data.validation.take, data.validation.count)
 
 
 def _file(path: Path, tokenizer: Tokenizer, run: Run) -> Texts:
@@ -82,7 +81,7 @@ def _file(path: Path, tokenizer: Tokenizer, run: Run) -> Texts:
 
         return take
 
-    return Texts(taking(0, count - held), count - held, taking(count - held, held), held, length)
+    return Texts(taking(0, count - held), count - held, taking(count - held, held), held)
 
 
 def tensors_of(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor | None]:
