@@ -1,1 +1,1 @@
-"""Snapshots of PyTorch's CUDA allocator: `snapshot.py` reads them, `story.py` says who held how much when, and what the peak is."""
+"""Snapshots of PyTorch's CUDA allocator: `snapshot.py` reads them, `history.py` says who held what when, and what the peak is."""

@@ -93,12 +93,10 @@ def explain_snapshot(snapshot: Snapshot) -> MemoryHistory:
     alive = [each for each in found if each.start + 1 <= top < each.end + 1]
     grouped: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
-    layers: Counter[str] = Counter()
     for each in alive:
         grouped[each.owner, each.place] += each.size
         counts[each.owner, each.place] += 1
-        if snapshot.marks and each.owner == "activations":
-            layers[each.place] += each.size
+    activations = {place: size for (owner, place), size in grouped.items() if owner == "activations"}
     when = np.array([events[0].time if events else 0, *(event.time for event in events)], np.int64)
     when -= when[0]
     bounds = np.unique(np.linspace(0, len(total), min(POINTS, len(total)) + 1).astype(np.int64)).tolist()
@@ -107,7 +105,8 @@ def explain_snapshot(snapshot: Snapshot) -> MemoryHistory:
         snapshot.path, snapshot.rank, snapshot.device, int(total[top]), int(when[top]), float(when[-1]) / 1e6,
         int(reserved[top]), int(reserved.max()), {name: int(line[top]) for name, line in held.items() if line[top]},
         tuple((owner, place, size, counts[owner, place]) for (owner, place), size in grouped.most_common(PLACES)),
-        dict(layers), tuple(when[shown].tolist()), {name: tuple(line[shown].tolist()) for name, line in held.items()},
+        activations if snapshot.marks else {}, tuple(when[shown].tolist()),
+        {name: tuple(line[shown].tolist()) for name, line in held.items()},
         tuple(reserved[shown].tolist()), len(found), sum(event.action == "oom" for event in events),
     )  # fmt: skip
 
@@ -181,30 +180,21 @@ class _Passes:
 
     def owned(self, made: _Open, end: int, known: str | None) -> Allocation:
         """An allocation with its owner."""
-        start = made.start
-        place = self._place(made)
-        if known is not None:
-            return Allocation(start, end, made.size, known, place)
-        stays = end == len(self.events)
-        if start < 0:
-            function = pass_of_frames(made.frames) if made.frames else OTHER
-            owner = "optimizer" if function == OPTIMIZER else "gradients" if function == BACKWARD else "parameters"
-            owner = owner if stays else self._freed_later(OTHER, -1, end)
-        else:
-            owner = self._freed_later(self.of[start], start, end, stays)
-        return Allocation(start, end, made.size, owner, place)
+        return Allocation(made.start, end, made.size, known or self._owner(made, end), self._place(made))
 
-    def _freed_later(self, which: str, start: int, end: int, stays: bool = False) -> str:
+    def _owner(self, made: _Open, end: int) -> str:
+        start, stays = made.start, end == len(self.events)
+        if start < 0 and stays:
+            function = pass_of_frames(made.frames) if made.frames else OTHER
+            return "optimizer" if function == OPTIMIZER else "gradients" if function == BACKWARD else "parameters"
         if not self.known:
             return "unknown"
+        which = self.of[start] if start >= 0 else OTHER
         if which == FORWARD:
             return "activations" if _between(self.backward, start, end) or stays else "temporary"
         if which == BACKWARD:
-            return (
-                "gradients"
-                if stays or _between(self.updates, start, end) or _between(self.forward, start, end)
-                else "temporary"
-            )
+            outlives = stays or _between(self.updates, start, end) or _between(self.forward, start, end)
+            return "gradients" if outlives else "temporary"
         if which == OPTIMIZER:
             return "optimizer" if stays or _between(self.forward, start, end) else "temporary"
         if start < 0:  # there before the history, and freed in it

@@ -11,7 +11,7 @@ import io
 import json
 import pickle
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -107,17 +107,19 @@ def _devices(path: str, found: dict[str, Any]) -> list[Snapshot]:
             Event(str(e["action"]), int(e.get("addr", 0)), int(e["size"]), int(e.get("time_us", at)), _frames(e))
             for at, e in enumerate(trace)
         )
-        blocks = []
-        for segment in segments:
-            address = int(segment["address"])
-            for block in segment["blocks"]:
-                address = int(block.get("address", address))
-                if str(block["state"]).startswith("active"):
-                    blocks.append(Block(address, int(block["size"]), _frames(block)))
-                address += int(block["size"])
+        blocks = tuple(block for segment in segments for block in _active(int(segment["address"]), segment["blocks"]))
         reserved = sum(int(segment["total_size"]) for segment in segments)
-        snapshots.append(Snapshot(path, device, events, tuple(blocks), reserved))
+        snapshots.append(Snapshot(path, device, events, blocks, reserved))
     return snapshots
+
+
+def _active(address: int, blocks: Iterable[dict[str, Any]]) -> Iterator[Block]:
+    """The blocks in use of a segment that begins at this address."""
+    for block in blocks:
+        address = int(block.get("address", address))
+        if str(block["state"]).startswith("active"):
+            yield Block(address, int(block["size"]), _frames(block))
+        address += int(block["size"])
 
 
 def _frames(entry: dict[str, Any]) -> tuple[Any, ...]:
@@ -132,13 +134,10 @@ def read_profiled(path: Path, rank: int) -> Snapshot | None:
         if not found:
             return None
         events = tuple(Event(str(e[0]), int(e[1]), int(e[2]), int(e[3])) for e in found["history"])
-        blocks = []
+        blocks: list[Block] = []
         for segment in found["segments"]:
-            address = int(segment["address"])
-            for size, state in segment["blocks"]:
-                if str(state).startswith("active"):
-                    blocks.append(Block(address, int(size)))
-                address += int(size)
+            listed = ({"size": size, "state": state} for size, state in segment["blocks"])
+            blocks += _active(int(segment["address"]), listed)
         owners = {int(address): str(owner) for address, owner in found.get("owners", ())}
         marks = tuple((int(when), str(which), str(module)) for when, which, module in found.get("marks", ()))
         reserved = sum(int(segment["bytes"]) for segment in found["segments"])
