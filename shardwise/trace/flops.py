@@ -42,13 +42,9 @@ def _flops(name: str, shapes: list[Any], values: list[Any]) -> float:
         case "aten::mm" | "aten::_scaled_mm" | "aten::_int_mm" | "aten::_grouped_mm":
             return _gemm(shapes)
         case "aten::addmm" | "aten::_addmm_activation":
-            (m, k), (_, n) = shapes[1], shapes[2]
-            return 2.0 * m * n * k
-        case "aten::bmm":
-            (b, m, k), (_, _, n) = shapes[0], shapes[1]
-            return 2.0 * b * m * n * k
-        case "aten::baddbmm":
-            (b, m, k), (_, _, n) = shapes[1], shapes[2]
+            return _gemm(shapes[1:])
+        case "aten::bmm" | "aten::baddbmm":
+            (b, m, k), (_, _, n) = shapes[:2] if name == "aten::bmm" else shapes[1:3]
             return 2.0 * b * m * n * k
         case "aten::mv" | "aten::dot" | "aten::vdot":
             return 2.0 * prod(shapes[0])
@@ -72,9 +68,7 @@ def _flops(name: str, shapes: list[Any], values: list[Any]) -> float:
             return _packed_attention(shapes[0], shapes[2], values[6], values[11:12])
         case "aten::_flash_attention_backward":
             return _ATTENTION_BACKWARD * _packed_attention(shapes[1], shapes[3], values[9], values[15:16])
-        case _ if name.endswith("_backward") and name.removesuffix("_backward") in _ATTENTION:
-            return _ATTENTION_BACKWARD * _attention(*shapes[1:4])
-        case _ if name.endswith("_attention_for_cpu_backward"):
+        case _ if name.removesuffix("_backward") in _ATTENTION or name.endswith("_attention_for_cpu_backward"):
             return _ATTENTION_BACKWARD * _attention(*shapes[1:4])
         case _:
             return 0.0
