@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwise.trace.answers import PASSES, CallTime, Flops, KernelTime, Modules, ModuleTime
 from shardwise.trace.attribution import NO_LAUNCH, UNATTRIBUTED
@@ -15,7 +14,7 @@ from shardwise.trace.kernel_names import CATEGORIES_BY_NAME
 from shardwise.trace.rank import Rank
 from shardwise.trace.reading.profile import Integers
 from shardwise.trace.spans.activity import CLASSES, COMPUTE, spans_of
-from shardwise.trace.spans.intervals import distinct, total
+from shardwise.trace.spans.intervals import distinct, sums, total
 
 MOST_KERNELS = MOST_MODULES = 2000
 """Names that have a row each; the rest, which took least, is summed in one row."""
@@ -41,9 +40,9 @@ def kernel_times(ranks: Mapping[int, Rank]) -> tuple[KernelTime, ...]:
         calls = distinct(which * events + activity.event[rows]) // events if activity.on_host else which
         width = len(attribution.names)
         pairs, pair = np.unique(which * width + attribution.owner[rows], return_inverse=True)
-        for one, share in zip(pairs.tolist(), _sums(pair, length, len(pairs)).tolist(), strict=True):
+        for one, share in zip(pairs.tolist(), sums(pair, length, len(pairs)).tolist(), strict=True):
             modules[named[one // width]][attribution.names[one % width]] += share
-        columns = (np.bincount(calls, minlength=len(keys)), most, _sums(which, length, len(keys)))
+        columns = (np.bincount(calls, minlength=len(keys)), most, sums(which, length, len(keys)))
         for name, number, high, time in zip(named, *(column.tolist() for column in columns), strict=True):
             count[name] += number
             longest[name] = max(longest[name], high)
@@ -51,26 +50,18 @@ def kernel_times(ranks: Mapping[int, Rank]) -> tuple[KernelTime, ...]:
     totals = {key: sum(of.values()) for key, of in times.items()}
     everything = sum(totals.values())
     order = sorted(times, key=lambda key: (-totals[key], key[0]))
-    found = [
-        KernelTime(
-            name, CLASSES[kind], count[name, kind], totals[name, kind], longest[name, kind],
-            totals[name, kind] / everything if everything else 0.0, times[name, kind],
-            max(modules[name, kind].items(), key=lambda m: m[1])[0],
-        )
-        for name, kind in order[:MOST_KERNELS]
-    ]  # fmt: skip
-    for kind, word in enumerate(CLASSES):
+    rows = [(name, kind, [(name, kind)]) for name, kind in order[:MOST_KERNELS]]
+    for kind in range(len(CLASSES)):
         rest = [key for key in order[MOST_KERNELS:] if key[1] == kind]
-        if rest:
-            total = sum(totals[key] for key in rest)
-            found.append(
-                KernelTime(
-                    f"({len(rest)} other kernels)", word, sum(count[key] for key in rest), total,
-                    max(longest[key] for key in rest), total / everything if everything else 0.0,
-                    _summed(times[key] for key in rest),
-                )
-            )  # fmt: skip
-    return tuple(found)
+        rows += [(f"({len(rest)} other kernels)", kind, rest)] if rest else []
+    return tuple(
+        KernelTime(
+            name, CLASSES[kind], sum(count[key] for key in of), total := sum(totals[key] for key in of),
+            max(longest[key] for key in of), total / everything if everything else 0.0, _summed(times[key] for key in of),
+            max(modules[name, kind].items(), key=lambda m: m[1], default=("", 0))[0],
+        )
+        for name, kind, of in rows
+    )  # fmt: skip
 
 
 def _summed(times: Iterable[Mapping[int, int]]) -> dict[int, int]:
@@ -80,13 +71,6 @@ def _summed(times: Iterable[Mapping[int, int]]) -> dict[int, int]:
         for rank, time in of.items():
             found[rank] += time
     return dict(sorted(found.items()))
-
-
-def _sums(which: NDArray[np.integer], value: Integers, count: int) -> Integers:
-    """Integer sums of values by group; `np.bincount` would sum floats."""
-    found = np.zeros(count, np.int64)
-    np.add.at(found, which, value)
-    return found
 
 
 def module_times(ranks: Mapping[int, Rank], flops: Mapping[int, Mapping[str, float]]) -> Modules:
@@ -116,16 +100,15 @@ def module_times(ranks: Mapping[int, Rank], flops: Mapping[int, Mapping[str, flo
     totals = {name: int(of.sum()) for name, of in passes.items()}
     order = sorted(passes, key=lambda name: (-totals[name], name))
     rest = order[MOST_MODULES:]
-    named = [(name, [name]) for name in order[:MOST_MODULES]] + (
-        [(f"({len(rest)} other modules)", rest)] if rest else []
-    )
+    named = [(name, [name]) for name in order[:MOST_MODULES]]
+    named += [(f"({len(rest)} other modules)", rest)] if rest else []
     found = [
         ModuleTime(
             name,
             dict(zip(PASSES, np.sum([passes[one] for one in of], axis=0).tolist(), strict=True)),
             sum(kernels[one] for one in of),
             sum(of_rank.get(one, 0.0) for of_rank in flops.values() for one in of),
-            _summed(times[one] for one in of) if len(of) > 1 else times[name],
+            _summed(times[one] for one in of),
         )
         for name, of in named
     ]
@@ -141,7 +124,7 @@ def call_times(ranks: Mapping[int, Rank]) -> tuple[CallTime, ...]:
         rows = np.flatnonzero(events.of_kind("runtime"))
         rows = rows[r.on_host(rows)]
         counts = np.bincount(events.name[rows], minlength=len(events.names))
-        totals = _sums(events.name[rows], events.duration[rows], len(events.names))
+        totals = sums(events.name[rows], events.duration[rows], len(events.names))
         for at in np.flatnonzero(counts).tolist():
             count[events.names[at]] += int(counts[at])
             time[events.names[at]][rank] = int(totals[at])
@@ -178,11 +161,6 @@ def _known_share(rank: Rank, counted: Integers) -> float:
         return 1.0
     mask = np.zeros(len(events), np.bool_)
     mask[counted] = True
-    if activity.on_host:
-        track, time = activity.track[rows].astype(np.int64), activity.start[rows]
-    else:
-        launch = activity.launch[rows]
-        track = np.where(launch >= 0, events.track[launch], -1)
-        time = np.where(launch >= 0, events.start[launch], 0)
-    inside = spans_of(events, mask).innermost(track, time) >= 0
+    track, time = activity.issued
+    inside = spans_of(events, mask).innermost(track[rows], time[rows]) >= 0
     return int(length[inside].sum()) / int(length.sum())

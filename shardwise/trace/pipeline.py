@@ -16,7 +16,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from shardwise.labels import read_label
 from shardwise.schedules import KINDS, PASSES, SCHEDULES, Action, Deadlock, legal, make_schedule, play
 from shardwise.trace.answers import PipelineRank, PipelineStep
 from shardwise.trace.comms.describe import POINT_TO_POINT, UNKNOWN, axis_of
@@ -64,10 +63,12 @@ class Actions:
         self._rank, self._shift = rank, shift
         events = rank.profile.events
         event = label_spans(events, "action").event
-        action = {name: _labelled_action(events.names[name]) for name in np.unique(events.name[event]).tolist()}
-        event = event[[action[name] is not None for name in events.name[event].tolist()]]
+        action = {
+            name: one for name, label in events.labels.items() if (one := read_action(label.words[0])) is not None
+        }
+        event = event[[name in action for name in events.name[event].tolist()]]
         event = event[np.lexsort((event, events.end[event], events.start[event]))]
-        self._action = [one for name in events.name[event].tolist() if (one := action[name]) is not None]
+        self._action = [action[name] for name in events.name[event].tolist()]
         self._start, self._end = events.start[event], events.end[event]
         self._reach = np.maximum.accumulate(self._end)
         self._track = events.track[event]
@@ -125,11 +126,6 @@ class Actions:
         end = int(activity.end[rows].max())
         begin = np.minimum.accumulate(np.minimum(begin, end)[::-1])[::-1]
         return begin.tolist(), end
-
-
-def _labelled_action(name: str) -> Action | None:
-    label = read_label(name)
-    return read_action(label.words[0]) if label else None
 
 
 def _waits(activity: Activity, comms: CollectiveEvents, track: int) -> Intervals:

@@ -109,6 +109,4 @@ class Rank:
             by = call[spans_of(events, call[:-1] >= 0).innermost(rows.track, rows.start)]
             track = np.where(by >= 0, events.track[by], rows.track)
             return self.finder.find(track, np.where(by >= 0, events.start[by], rows.start))
-        known = rows.launch >= 0
-        track = np.where(known, events.track[rows.launch], -1)
-        return self.finder.find(track, np.where(known, events.start[rows.launch], 0))
+        return self.finder.find(*rows.issued)

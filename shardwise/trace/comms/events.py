@@ -90,8 +90,7 @@ def _on_device(activity: Activity) -> CollectiveEvents:
     events, comm_params = profile.events, profile.comm_params
     rows = np.flatnonzero(activity.kind == COMMUNICATION)
     launch = activity.launch[rows]
-    track = np.where(launch >= 0, events.track[launch], -1)
-    time = np.where(launch >= 0, events.start[launch], 0)
+    track, time = (column[rows] for column in activity.issued)
     label = label_spans(events, "message").innermost(track, time)
     has_params = np.zeros(len(events), np.bool_)
     has_params[comm_params.event] = True

@@ -18,7 +18,7 @@ from shardwise.trace.answers import AxisTime, CommTime
 from shardwise.trace.comms.events import CollectiveEvents
 from shardwise.trace.reading.profile import Integers
 from shardwise.trace.spans.activity import COMMUNICATION, Activity
-from shardwise.trace.spans.intervals import Intervals, covered, difference, join, parts, union, unions
+from shardwise.trace.spans.intervals import Intervals, covered, difference, join, parts, sums, union, unions
 
 
 def busy_intervals(activity: Activity, comms: CollectiveEvents, rows: NDArray[np.bool_]) -> Intervals:
@@ -98,26 +98,19 @@ def comm_times(
     length = comms.end - comms.start
     once, sized = selected & comms.first, comms.mask(lambda d: d.sized)
 
-    def sums(rows: NDArray[np.bool_], value: NDArray[Any] | None = None) -> list[Any]:
+    def added(rows: NDArray[np.bool_], value: NDArray[Any] | None = None) -> NDArray[Any]:
         """The sum of a value over the rows of each pair; without a value, their number."""
         value = np.ones(len(comms), np.int64) if value is None else value
-        return _sums(pair[rows], value[rows], len(pairs))
+        return sums(pair[rows], value[rows], len(pairs))
 
     columns = (
-        sums(once), sums(once, comms.column(lambda d: d.bytes)), sums(once, comms.column(lambda d: d.payload)),
-        sums(once & sized), _sums(busy_of, in_window, len(pairs)), _sums(busy_of, in_window - overlapped, len(pairs)),
-        sums(selected, length), sums(selected, wait), sums(selected & matched), sums(selected & sized, length - wait),
+        added(once), added(once, comms.column(lambda d: d.bytes)), added(once, comms.column(lambda d: d.payload)),
+        added(once & sized), sums(busy_of, in_window, len(pairs)), sums(busy_of, in_window - overlapped, len(pairs)),
+        added(selected, length), added(selected, wait), added(selected & matched), added(selected & sized, length - wait),
     )  # fmt: skip
-    found = dict(zip(pairs, map(CommTime, *columns), strict=True))
-    some = sums(selected)
+    found = dict(zip(pairs, map(CommTime, *(column.tolist() for column in columns)), strict=True))
+    some = added(selected)
     return {name: found[name] for name in sorted(pairs) if some[number[name]]}
-
-
-def _sums(group: Integers, value: NDArray[Any], count: int) -> list[Any]:
-    """Sums of values by group, of integers as integers."""
-    found = np.zeros(count, value.dtype)
-    np.add.at(found, group, value)
-    return found.tolist()
 
 
 def axis_times(
@@ -132,9 +125,10 @@ def axis_times(
     for rank, of_rank in ranks.items():
         for pair, one in of_rank.items():
             times.setdefault(pair, {})[rank] = one
-    rows = [(AxisTime(*pair, of, sizes.get(pair, 0)), *_exposed_and_time(of)) for pair, of in times.items()]
-    return tuple(row[0] for row in sorted(rows, key=lambda row: (-row[1], -row[2], row[0].axis, row[0].collective)))
+    rows = [AxisTime(*pair, of, sizes.get(pair, 0)) for pair, of in times.items()]
 
+    def most(row: AxisTime) -> tuple[int, int, str, str]:
+        each = row.ranks.values()
+        return -sum(one.exposed for one in each), -sum(one.time for one in each), row.axis, row.collective
 
-def _exposed_and_time(ranks: Mapping[int, CommTime]) -> tuple[int, int]:
-    return sum(one.exposed for one in ranks.values()), sum(one.time for one in ranks.values())
+    return tuple(sorted(rows, key=most))

@@ -88,6 +88,15 @@ class Activity:
         at = np.minimum(np.searchsorted(numbers, events.correlation[self.event]), len(calls) - 1)
         return np.where(numbers[at] == events.correlation[self.event], calls[order[at]], -1)
 
+    @property
+    def issued(self) -> tuple[NDArray[np.integer], Integers]:
+        """Thread and time of the call that launched each row, -1 and 0 where it was not recorded; in a CPU-only profile the row's
+        own."""
+        if self.on_host:
+            return self.track, self.start
+        events, known = self.profile.events, self.launch >= 0
+        return np.where(known, events.track[self.launch], -1), np.where(known, events.start[self.launch], 0)
+
     @cached_property
     def before(self) -> Integers:
         """The previous row on the same track, -1 for none."""

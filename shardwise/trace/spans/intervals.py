@@ -8,7 +8,7 @@ they include their start and not their end, so two that touch are one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +82,13 @@ def parts(group: NDArray[np.integer]) -> list[tuple[int, Integers]]:
     order = np.argsort(group, kind="stable")
     first = np.flatnonzero(np.append(np.ones(min(len(order), 1), np.bool_), np.diff(group[order]) != 0))
     return list(zip(group[order[first]].tolist(), np.split(order, first[1:]), strict=True)) if len(order) else []
+
+
+def sums(group: NDArray[np.integer], value: NDArray[Any], count: int) -> NDArray[Any]:
+    """Sums of values by group, of integers as integers; `np.bincount` would sum floats."""
+    found = np.zeros(count, value.dtype)
+    np.add.at(found, group, value)
+    return found
 
 
 def join(*sets: Intervals) -> Intervals:
