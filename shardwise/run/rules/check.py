@@ -19,11 +19,9 @@ from shardwise.run.draft import speculation_rules
 from shardwise.run.problems import counted, nearest
 from shardwise.run.rules.adapter import adapter_layout_rules, adapter_rules
 from shardwise.run.rules.compress import compress_rules
-from shardwise.run.rules.grpo import grpo_rules
-from shardwise.run.rules.memory import memory_rules
-from shardwise.run.rules.recompute import recompute_rules
+from shardwise.run.rules.memory import memory_rules, recompute_rules
+from shardwise.run.rules.objective import grpo_rules, objective_rules, sample_rules
 from shardwise.run.rules.rule import Broken, Rule
-from shardwise.run.rules.samples import sample_rules
 from shardwise.run.rules.schedule import schedule_rules
 from shardwise.run.sections.layout import LayoutConfig
 from shardwise.run.teacher import teacher_layout_rules, teacher_rules
@@ -42,7 +40,7 @@ def broken_rules(run: Run, serves: bool = False) -> Iterator[Broken]:
         _model_rules(run),
         _size_rules(run),
         _train_rules(run),
-        _objective_rules(run),
+        objective_rules(run),
         grpo_rules(run),
         teacher_rules(run),
         fp8_rules(run),
@@ -70,18 +68,6 @@ def _train_rules(run: Run) -> Iterator[Rule]:
     for name in ("beta1", "beta2", "muon_momentum"):
         yield Rule(getattr(train, name) >= 1, f"train.{name}", (),
                    lambda: "must be below 1: at 1 it would never change")
-
-
-def _objective_rules(run: Run) -> Iterator[Rule]:
-    kind = run.objective.kind
-    rewards = kind == "reward"
-    yield Rule(run.model.scores and not rewards, "model.scores", ("objective.kind",),
-               lambda: f"only objective.kind = reward trains a head of scores, not {kind}")
-    aims = rewards or (kind == "dpo" and run.objective.loss == "sigmoid")
-    yield Rule(run.objective.margins and not aims, "objective.margins", ("objective.kind", "objective.loss"),
-               lambda: f"{kind} has no margins per pair; only reward and dpo with loss = sigmoid have them")
-    yield Rule(rewards and run.train.invariant, "objective.kind", ("train.invariant",),
-               lambda: "reward does not support train.invariant: it computes no log-probabilities; turn train.invariant off")
 
 
 def fp8_rules(run: Run) -> Iterator[Rule]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.data.batches import Samples
 from shardwise.data.order import key_of
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.run.rules.samples import prompt_tokens
+from shardwise.run.rules.objective import prompt_tokens
 from shardwise.train.step import TrainState
 
 _DRAWS = 6
