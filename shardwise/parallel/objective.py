@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from shardwise.parallel.collectives import Collective, Group, all_reduced
 
-Microbatch = dict[str, Tensor | None]
-"""Tokens, positions and documents, and the objective's other inputs for each token."""
+Microbatch = dict[str, Tensor]
+"""Tokens, positions and, where rows have several, documents, and the objective's other inputs for each token."""
 
 
 class Objective(ABC):

@@ -290,14 +290,13 @@ class Pipeline:
             self.handover.load(key)
         else:
             received = [] if self.schedule.is_first(action.stage) else [stage.inputs[action.microbatch]]
-            stays = (*lasting(stage.model, stage.copies), *(x for x in batch.values() if isinstance(x, Tensor)))
+            stays = (*lasting(stage.model, stage.copies), *batch.values())
             self.handover.evict(key, batch, stays, (*received, stage.roots[action.microbatch][0]))
 
     def _forward(self, action: Action) -> None:
         stage, batch = self.stages[action.stage], self.microbatches[action.microbatch]
         first, last = self.schedule.is_first(action.stage), self.schedule.is_last(action.stage)
         x = batch["tokens"] if first else self._get(Message("activation", action.stage - 1, action.microbatch))
-        assert x is not None
         training = self.factor is not None
         if training and not first:
             x.requires_grad_()
@@ -307,7 +306,7 @@ class Pipeline:
             self.handover.finish_evictions()
         with self._gradients_wait(stage, action) if training else torch.no_grad(), self._saving(action, training):
             result, auxiliary = stage.module(
-                x, positions=batch["positions"], documents=batch["documents"], finish=finish
+                x, positions=batch["positions"], documents=batch.get("documents"), finish=finish
             )
         if last:
             self.loss += result.detach()

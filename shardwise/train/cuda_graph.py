@@ -103,10 +103,7 @@ class GraphedPasses:
             return self.train_state.passes_of(microbatches)
         for mine, new in zip(self.batch, microbatches, strict=True):
             for name, value in new.items():
-                if value is not None:
-                    static = mine[name]
-                    assert static is not None
-                    static.copy_(value)
+                mine[name].copy_(value)
         assert self.graph is not None
         self.train_state.refresh()  # the graph cannot notice that a parameter has changed
         self.graph.replay()
@@ -117,8 +114,5 @@ class GraphedPasses:
 
 def same_shapes(these: Sequence[Microbatch], those: Sequence[Microbatch]) -> bool:
     """Whether one batch can be copied into the tensors of another: same names, shapes and dtypes."""
-
-    def shapes(batch: Sequence[Microbatch]) -> list[dict[str, object]]:
-        return [{name: None if x is None else (x.shape, x.dtype) for name, x in one.items()} for one in batch]
-
-    return shapes(these) == shapes(those)
+    one, other = ([{name: (x.shape, x.dtype) for name, x in each.items()} for each in some] for some in (these, those))
+    return one == other

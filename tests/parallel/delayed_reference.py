@@ -76,7 +76,7 @@ def _loss(stages: list[Any], used: list[dict[str, torch.Tensor]], batch: Microba
             p.data = weights[name]
         last = stage is stages[-1]
         finish = (lambda hidden, matrix: state.objective.loss(batch, stages[-1].loss, hidden, matrix)) if last else None
-        x, _ = stage(x, positions=batch["positions"], documents=batch["documents"], finish=finish)
+        x, _ = stage(x, positions=batch["positions"], documents=batch.get("documents"), finish=finish)
     return x
 
 

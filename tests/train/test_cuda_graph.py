@@ -59,8 +59,9 @@ def test_it_is_recorded_where_the_host_is_slower(
 
 
 def test_batches_are_alike_if_one_fits_in_the_place_of_the_other() -> None:
-    def batch(*shape: int, documents: bool = False) -> list[dict[str, torch.Tensor | None]]:
-        return [dict(tokens=torch.zeros(shape, dtype=torch.int64), documents=torch.zeros(shape) if documents else None)]
+    def batch(*shape: int, documents: bool = False) -> list[dict[str, torch.Tensor]]:
+        made = dict(tokens=torch.zeros(shape, dtype=torch.int64))
+        return [made | dict(documents=torch.zeros(shape))] if documents else [made]
 
     assert same_shapes(batch(2, 8), batch(2, 8))
     assert not same_shapes(batch(2, 8), batch(2, 4))

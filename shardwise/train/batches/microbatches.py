@@ -46,7 +46,7 @@ def cut(batch: Batch, of_tokens: dict[str, np.ndarray], run: Run, mesh: Mesh, de
         microbatch: Microbatch = {name: moved(array[rows][:, places]) for name, array in every.items()}
         microbatch["positions"] = moved(own[:, places])
         # Attention needs the documents of the whole row, not only of this context rank's shard.
-        documents = None if batch.documents is None else as_mask(batch.documents[rows])
-        microbatch["documents"] = None if documents is None else moved(documents)
+        if batch.documents is not None:
+            microbatch["documents"] = moved(as_mask(batch.documents[rows]))
         made.append(microbatch)
     return made

@@ -93,11 +93,7 @@ def _score_set(run: Run, network: Reference, samples: Samples, writer: ScoreWrit
             said = microbatch.get("teacher_logprobs" if teaches else "reference")
             if said is None:  # its forward pass ended on another rank
                 continue
-            tokens = microbatch["teacher_tokens"] if teaches else None
-            kept = [
-                None if each is None else each[: len(places)].reshape(len(known), -1).cpu().numpy()
-                for each in (said, tokens)
-            ]
-            assert kept[0] is not None
-            writer.put(known, kept[0], kept[1])
+            several = (said, microbatch["teacher_tokens"]) if teaches else (said,)
+            kept = [each[: len(places)].reshape(len(known), -1).cpu().numpy() for each in several]
+            writer.put(known, kept[0], kept[1] if teaches else None)
         say(f"{min(samples.count, start + at_once * ranks):,} of {samples.count:,} rows")

@@ -47,7 +47,6 @@ class Distill(SFT):
         self.stored = run.objective.stored
         self.asked = targets_of(run.objective, run.model.vocab) - 1
         self.whole = self.asked == run.model.vocab
-        self.array_type = np.float64 if run.train.dtype == "float64" else np.float32
 
     def token_arrays(self, batch: Batch) -> dict[str, np.ndarray]:
         arrays = super().token_arrays(batch)
@@ -60,9 +59,6 @@ class Distill(SFT):
 
     def loss(self, microbatch: Microbatch, head: nn.Module, hidden: Tensor, unembedding: Tensor) -> Tensor:
         targets, tokens, said = (microbatch[name] for name in ("targets", "teacher_tokens", "teacher_logprobs"))
-        assert targets is not None
-        assert tokens is not None
-        assert said is not None
         c = self.config
         counted = targets != IGNORE_INDEX
         every = torch.where(counted[..., None], torch.cat((targets[..., None], tokens), dim=-1), IGNORE_INDEX)

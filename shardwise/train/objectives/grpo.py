@@ -113,7 +113,6 @@ class Grpo(TrainObjective):
         self.by_tokens = run.objective.variant == "dapo"
         self.full_count = run.batch_tokens if self.by_tokens else run.train.global_batch
         self.clip = Clip.of(run)
-        self.array_type = np.float64 if run.train.dtype == "float64" else np.float32
         self.scale = torch.ones((), dtype=self.measured.dtype, device=device)
 
     def token_arrays(self, batch: Batch) -> dict[str, np.ndarray]:
@@ -135,20 +134,15 @@ class Grpo(TrainObjective):
         return head(hidden, unembedding, microbatch["targets"], make=partial(self._make, microbatch))
 
     def _make(self, microbatch: Microbatch, logprobs: Tensor) -> Tensor:
-        targets, advantages, drawn = microbatch["targets"], microbatch["advantages"], microbatch["drawn"]
-        weights = microbatch["weights"]
-        assert targets is not None
-        assert advantages is not None
-        assert drawn is not None
-        assert weights is not None
+        advantages, drawn = microbatch["advantages"], microbatch["drawn"]
         made = terms(logprobs, advantages, drawn, microbatch.get("old"), microbatch.get("reference"), self.clip)
-        counted = targets >= 0
+        counted = microbatch["targets"] >= 0
         with torch.no_grad():
             off = made.mismatch
             kinds = (made.divergence, made.clipped, off.abs(), off.exp() - off - 1)
             sums = [torch.where(counted, each, 0).sum(dtype=self.measured.dtype) for each in kinds]
             self.measured += torch.stack(sums) * self.scale
-        return torch.where(counted, made.loss * weights, 0).sum()
+        return torch.where(counted, made.loss * microbatch["weights"], 0).sum()
 
 
 def random_answers(run: Run, tokens: NDArray[np.int64]) -> AnswerBatch:

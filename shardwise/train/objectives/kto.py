@@ -48,10 +48,6 @@ class KTO(TrainObjective):
         """This rank's sum of the log-ratios of mismatched answers, and its share of their number."""
         targets, slots = microbatch["targets"], microbatch["slots"]
         policy, reference = microbatch["policy"], microbatch["reference"]
-        assert targets is not None
-        assert slots is not None
-        assert policy is not None
-        assert reference is not None
         counted = (targets != IGNORE_INDEX).to(policy.dtype)
         tokens = document_sums(counted[None], slots, self.mesh.group("context"))[0]
         return torch.stack(((policy - reference).sum(), (tokens > 0).sum() / self.mesh.size("context")))
@@ -62,12 +58,7 @@ class KTO(TrainObjective):
 
     def loss(self, microbatch: Microbatch, head: nn.Module, hidden: Tensor, unembedding: Tensor) -> Tensor:
         targets, slots, labels = microbatch["targets"], microbatch["slots"], microbatch["labels"]
-        reference = microbatch["reference"]
-        assert targets is not None
-        assert slots is not None
-        assert labels is not None
-        assert reference is not None
-        c = self.config
+        reference, c = microbatch["reference"], self.config
 
         def make(logprobs: Tensor) -> Tensor:
             counted = (targets != IGNORE_INDEX).to(logprobs.dtype)

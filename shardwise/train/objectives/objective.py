@@ -22,7 +22,9 @@ class TrainObjective(Objective):
 
     def __init__(self, run: Run, device: torch.device, mesh: Mesh) -> None:
         self.config, self.mesh = run.objective, mesh
-        dtype = torch.float64 if run.train.dtype == "float64" else torch.float32
+        exact = run.train.dtype == "float64"
+        dtype = torch.float64 if exact else torch.float32
+        self.array_type = np.float64 if exact else np.float32
         self.weights = torch.tensor([run.train.balance_loss, run.train.router_z_loss], dtype=dtype, device=device)
         self.auxiliary_weights = self.weights.clone()
         self.has_auxiliary = run.model.experts > 0 and bool(run.train.balance_loss or run.train.router_z_loss)

@@ -41,7 +41,6 @@ class PairObjective(TrainObjective):
     def __init__(self, run: Run, device: torch.device, mesh: Mesh) -> None:
         super().__init__(run, device, mesh)
         self.full_count = run.train.global_batch
-        self.array_type = np.float64 if run.train.dtype == "float64" else np.float32
 
     def token_arrays(self, batch: Batch) -> dict[str, np.ndarray]:
         arrays: dict[str, np.ndarray] = {"targets": batch.targets, "slots": batch.slots}
@@ -64,8 +63,6 @@ class PairObjective(TrainObjective):
 
     def loss(self, microbatch: Microbatch, head: nn.Module, hidden: Tensor, unembedding: Tensor) -> Tensor:
         targets, slots = microbatch["targets"], microbatch["slots"]
-        assert targets is not None
-        assert slots is not None
         reference, margins = microbatch.get("reference"), microbatch.get("margins")
 
         def make(logprobs: Tensor) -> Tensor:
