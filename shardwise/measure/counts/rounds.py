@@ -15,6 +15,7 @@ from dataclasses import replace
 from shardwise.measure.counts.traffic import TrafficCounter
 from shardwise.measure.counts.work import WorkCounter
 from shardwise.parallel.observer import Observer
+from shardwise.plan.trainer.rank import planned_rank
 from shardwise.plan.trainer.state import activations
 from shardwise.run import Run
 from shardwise.run.sections.objective import facts_of
@@ -43,10 +44,11 @@ def microbatches_to_run(run: Run, rank: int) -> tuple[int, Sequence[int]]:
     uneven = (lay.schedule == "interleaved" and whole % lay.pipeline) or lay.schedule == "bpipe"
     # With two directions, a microbatch that gathers like the middle ones exists from four rounds on: one each way.
     least = MOST_ROUNDS if lay.directions > 1 and lay.zero == 3 else 1
-    peak = activations(run, rank)
+    peak = activations(planned_rank(run, rank))
     for rounds in range(least, 1 if uneven else 1 + MOST_ROUNDS):
         count = fewer_rounds(lay.pipeline, whole, rounds)
-        if whole > count >= max(FEWEST, 3 * unit) and activations(with_microbatches(run, count), rank) == peak:
+        short = planned_rank(with_microbatches(run, count), rank)
+        if whole > count >= max(FEWEST, 3 * unit) and activations(short) == peak:
             if lay.directions > 1:  # one in each direction
                 return count, [count // 4, count // 2 + count // 4]
             first = unit if unit > 1 else count // 2
