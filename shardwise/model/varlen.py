@@ -52,7 +52,9 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, varlen: VarlenMask, scale:
     """Attention of heads [rows, length, heads, width]."""
     if not q.is_cuda:
         return varlen_attention_reference(q, k, v, varlen, scale)
-    cu_seqlens, length = _cu_seqlens(varlen, q), q.shape[1]
+    (rows, length), cu_seqlens = q.shape[:2], varlen.cu_seqlens
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=q.device)
     window = (varlen.window - 1, 0) if varlen.window else (None, None)
     out, *_ = flash_attention_forward(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, cu_seqlens, length, length, 0.0, True, False,
@@ -97,10 +99,3 @@ def dense_mask(varlen: VarlenMask, rows: int, length: int, device: torch.device)
         position = torch.arange(rows * length, device=device)
         documents = torch.searchsorted(varlen.cu_seqlens, position, right=True).view(rows, length)
     return attention_mask(length, documents, varlen.window, device)
-
-
-def _cu_seqlens(varlen: VarlenMask, q: Tensor) -> Tensor:
-    if varlen.cu_seqlens is not None:
-        return varlen.cu_seqlens
-    rows, length = q.shape[:2]
-    return torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=q.device)

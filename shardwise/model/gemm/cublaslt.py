@@ -169,6 +169,7 @@ class Multiplication:
         self.first = _layout(shape.right_dtype, shape.columns, shape.depth, shape.right_transposed, shape.right_step)
         self.second = _layout(shape.left_dtype, shape.depth, shape.rows, shape.left_transposed, shape.left_step)
         self.out = _layout(shape.out_dtype, shape.columns, shape.rows, False, shape.columns)
+        self.layouts = (self.first, self.second, self.out, self.out)
 
     def _set(self, attribute: int, value: Any) -> None:
         _call("cublasLtMatmulDescSetAttribute", self.how, attribute, ctypes.byref(value), ctypes.sizeof(value))
@@ -189,17 +190,8 @@ class Multiplication:
             size = ctypes.sizeof(value)
             _call("cublasLtMatmulPreferenceSetAttribute", wanted, attribute, ctypes.byref(value), size)
         found, count = (_Proposal * PROPOSALS)(), ctypes.c_int()
-        layouts = (self.first, self.second, self.out, self.out)
-        _call(
-            "cublasLtMatmulAlgoGetHeuristic",
-            self.handle,
-            self.how,
-            *layouts,
-            wanted,
-            PROPOSALS,
-            found,
-            ctypes.byref(count),
-        )
+        how = (self.handle, self.how, *self.layouts, wanted)
+        _call("cublasLtMatmulAlgoGetHeuristic", *how, PROPOSALS, found, ctypes.byref(count))
         _call("cublasLtMatmulPreferenceDestroy", wanted)
         proposed = [Algorithm(bytes(one.algorithm), one.workspace) for one in found[: count.value] if one.status == 0]
         if not proposed:
@@ -215,9 +207,8 @@ class Multiplication:
         """Whether the library accepts this algorithm for this GEMM."""
         if len(algorithm.code) != ctypes.sizeof(ctypes.c_uint64 * 8):
             return False
-        layouts, found = (self.first, self.second, self.out, self.out), _Proposal()
-        check = library().cublasLtMatmulAlgoCheck
-        status = check(self.handle, self.how, *layouts, algorithm.code, ctypes.byref(found))
+        found, check = _Proposal(), library().cublasLtMatmulAlgoCheck
+        status = check(self.handle, self.how, *self.layouts, algorithm.code, ctypes.byref(found))
         return status == 0 and found.workspace <= algorithm.workspace
 
     def run(

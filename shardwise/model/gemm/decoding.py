@@ -8,6 +8,7 @@ then. The choice is stored for the next process. Sums may be added in another or
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,18 +68,9 @@ class DecodingGemms:
             choices.keep(found)
             torch.cuda.empty_cache()
         for kind, rows, shape in asked:
-            if choices.known.get(shape.name) is None:
-                continue
-            made = _made(choices, shape)
-            if made is not None:
-                self.chosen[rows, *kind.matrices[0].shape, kind.adds] = made
-
-
-def _made(choices: Choices, shape: Shape) -> Chosen | None:
-    try:
-        return choices.of(shape)
-    except LibraryError:
-        return None
+            with contextlib.suppress(LibraryError):
+                if choices.known.get(shape.name) is not None and (made := choices.of(shape)) is not None:
+                    self.chosen[rows, *kind.matrices[0].shape, kind.adds] = made
 
 
 def _shape(kind: Kind, rows: int) -> Shape | None:

@@ -16,15 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.files import cache_folder, write_atomically
-from shardwise.model.gemm.cublaslt import (
-    Algorithm,
-    LibraryError,
-    Multiplication,
-    Shape,
-    is_aligned,
-    library,
-    version,
-)
+from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Multiplication, Shape, is_aligned, library, version
 from shardwise.model.layers import Gemm, Linear
 from shardwise.model.quantized.fp8 import scaled_mm
 
@@ -120,11 +112,6 @@ def gemm(left: Tensor, right: Tensor) -> Tensor:
     return out if multiply_into(left, right, out) else torch.mm(left, right, out=out)
 
 
-@gemm.register_fake
-def _(left: Tensor, right: Tensor) -> Tensor:
-    return left.new_empty((left.shape[0], right.shape[1]))
-
-
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     left, right = inputs
     for_left, for_right = ctx.needs_input_grad[:2]  # further entries are PyTorch's own
@@ -163,8 +150,9 @@ def gemm_onto(left: Tensor, right: Tensor, base: Tensor) -> Tensor:
     return out if multiply_into(left, right, out, base) else torch.addmm(base, left, right, out=out)
 
 
+@gemm.register_fake
 @gemm_onto.register_fake
-def _(left: Tensor, right: Tensor, base: Tensor) -> Tensor:
+def _(left: Tensor, right: Tensor, base: Tensor | None = None) -> Tensor:
     return left.new_empty((left.shape[0], right.shape[1]))
 
 
@@ -184,11 +172,6 @@ def fp8_gemm(
     return scaled_mm(left, right.t(), (left_scale, right_scale), dtype, fast=fast)
 
 
-@fp8_gemm.register_fake
-def _(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    return left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
-
-
 @torch.library.custom_op(
     "shardwise::fp8_gemm_onto",
     mutates_args=(),
@@ -206,10 +189,11 @@ def fp8_gemm_onto(
     return (base.float() + wide).to(dtype)
 
 
+@fp8_gemm.register_fake
 @fp8_gemm_onto.register_fake
 def _(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool, base: Tensor
-) -> Tensor:
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool, base: Tensor | None = None
+) -> Tensor:  # fmt: skip
     return left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
 
 

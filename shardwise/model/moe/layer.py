@@ -31,16 +31,6 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(upcast, weight.to(upcast.dtype))
 
 
-def scores_of(function: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
-    """Softmax or sigmoid of logits."""
-    return function(logits)
-
-
-def total_of(x: Tensor) -> Tensor:
-    """The sum over the last dimension, which is kept."""
-    return x.sum(-1, keepdim=True)
-
-
 class Router(nn.Module):
     """Scores every expert for every token and picks the best k. The functions `multiply`, `scores` and `total` compute it and may
     be replaced.
@@ -52,8 +42,12 @@ class Router(nn.Module):
     bias: Tensor
     load: Tensor
     multiply: Callable[[Tensor, Tensor], Tensor] = staticmethod(router_logits)
-    scores: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = staticmethod(scores_of)
-    total: Callable[[Tensor], Tensor] = staticmethod(total_of)
+    scores: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = staticmethod(
+        lambda function, logits: function(logits)
+    )
+    """Softmax or sigmoid of logits."""
+    total: Callable[[Tensor], Tensor] = staticmethod(lambda x: x.sum(-1, keepdim=True))
+    """The sum over the last dimension, which is kept."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -72,11 +72,6 @@ def combine(rows: Tensor, places: Tensor) -> Tensor:
     return combine_fused(rows, places)
 
 
-@combine.register_fake
-def _(rows: Tensor, places: Tensor) -> Tensor:
-    return rows.new_empty((places.shape[0], rows.shape[1]))
-
-
 @torch.library.custom_op(
     "shardwise::combine_weighted", mutates_args=(), schema="(Tensor rows, Tensor places, Tensor weights) -> Tensor"
 )
@@ -87,8 +82,9 @@ def combine_weighted(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return combine_fused(rows, places, weights)
 
 
+@combine.register_fake
 @combine_weighted.register_fake
-def _(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+def _(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
     return rows.new_empty((places.shape[0], rows.shape[1]))
 
 

@@ -78,14 +78,18 @@ class QuantizedGemm(Gemm):
         from shardwise.model.kernels.gemm.int4_rows import int4_rows, takes
         from shardwise.model.kernels.gemm.weight_only import MOST_ROWS, weight_only_gemm
         from shardwise.model.kernels.gemm.weight_only_tiles import LEAST_GROUP, tiled_gemm
+        from shardwise.model.kernels.quantize import fp8_rows
 
         whole = matrix.form.activations != "int8"
         if kind == "int4" and matrix.order is None and takes(x, matrix.packed, matrix.scale):
             return int4_rows(x, matrix.packed, matrix.scale, matrix.zero, norm, residual, gated)
         if rows <= MOST_ROWS and matrix.order is None and whole:
             return weight_only_gemm(x, *parts, norm, residual, gated)
-        if matrix.form.activations == "fp8":
-            return self._both_fp8(x, matrix, norm, residual, gated)
+        if matrix.form.activations == "fp8":  # the rows are rounded first, so that both operands are fp8
+            values, scale = fp8_rows(x, norm)
+            if _multiplies_fp8(rows, matrix):
+                return _finished(_fp8_gemm(values, scale, matrix, x.dtype), residual, gated)
+            return tiled_gemm(values, *parts, self._room(x), residual, gated, x_scale=scale, dtype=x.dtype)
         x = _normed(x, norm)
         if matrix.order is not None:
             x = x[:, matrix.order]
@@ -102,24 +106,6 @@ class QuantizedGemm(Gemm):
         else:  # 8-bit values are exact in 16 bits, and each scale belongs to one column of the result
             made = (F.linear(x, matrix.packed.to(x.dtype)) * matrix.scale.t()).to(x.dtype)
         return _finished(made, residual, gated)
-
-    def _both_fp8(
-        self,
-        x: Tensor,
-        matrix: QuantizedMatrix,
-        norm: tuple[Tensor, float] | None,
-        residual: Tensor | None,
-        gated: str,
-    ) -> Tensor:
-        """Round the rows to fp8 first, so that both operands are fp8."""
-        from shardwise.model.kernels.gemm.weight_only_tiles import tiled_gemm
-        from shardwise.model.kernels.quantize import fp8_rows
-
-        values, scale = fp8_rows(x, norm)
-        if not _multiplies_fp8(len(x), matrix):
-            parts = matrix.packed, matrix.scale, None, "fp8"
-            return tiled_gemm(values, *parts, self._room(x), residual, gated, x_scale=scale, dtype=x.dtype)
-        return _finished(_fp8_gemm(values, scale, matrix, x.dtype), residual, gated)
 
     def feed_forward(
         self,
