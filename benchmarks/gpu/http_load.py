@@ -84,8 +84,7 @@ def measured(command: list[str], run: Any, log: Path) -> dict[str, Any]:
     from shardwise.schedules.serving.figures import Limits
     from shardwise.serve.event_loop import run_in_loop
     from shardwise.serve.load.client import Address
-    from shardwise.serve.load.run import Load, run_load
-    from shardwise.serve.load.summary import summary
+    from shardwise.serve.load.run import Load, run_load, summary
 
     lengths = parse_lengths(LENGTHS)
     load = Load(

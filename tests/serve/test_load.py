@@ -18,8 +18,7 @@ from shardwise.report.load_view import load_page
 from shardwise.run.lengths import parse_lengths
 from shardwise.schedules.serving.figures import Limits, percentiles
 from shardwise.serve.load.client import Address, Answer, Connection
-from shardwise.serve.load.run import Load, Progress, Record, run_load
-from shardwise.serve.load.summary import summary
+from shardwise.serve.load.run import Load, Progress, Record, run_load, summary
 
 EVENT = b'data: {"choices": [{"text": "a"}], "usage": null}\n\n'
 USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 7}}\n\n'

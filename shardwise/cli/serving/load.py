@@ -60,8 +60,7 @@ def execute(args: argparse.Namespace) -> int:
     from shardwise.schedules.serving.figures import Limits
     from shardwise.serve.event_loop import run_in_loop
     from shardwise.serve.load.client import Address
-    from shardwise.serve.load.run import Load, Progress, run_load
-    from shardwise.serve.load.summary import summary
+    from shardwise.serve.load.run import Load, Progress, run_load, summary
 
     run = read_run(args.run, args.overrides, (unknown_chip,)) if args.run else None
     load = Load(

@@ -1,2 +1,2 @@
-"""A load generator for any server of OpenAI's API: `run.py` makes the requests over `client.py`, `summary.py` computes their
+"""A load generator for any server of OpenAI's API: `run.py` makes the requests over `client.py` and computes their
 latencies, `report/load_view.py` draws them."""

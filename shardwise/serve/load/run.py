@@ -1,7 +1,8 @@
 """A load on a server: requests at random times (Poisson, `rate` a second), or `concurrency` of them at all times.
 
 The seed determines lengths, times and prompts, so that two servers can get the same load. Send times do not depend on answers;
-where this program itself is late, it reports by how much.
+where this program itself is late, it reports by how much. The records become the figures of a load
+(`schedules/serving/figures.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 from shardwise.run import UserError
 from shardwise.run.lengths import Lengths
 from shardwise.run.load import draw_load, prompt_tokens
+from shardwise.schedules.serving.figures import Limits, LoadFigures, RequestTimes
 from shardwise.serve.load.client import Address, Answer, Connection
 
 SAFE_TOKENS = 256
@@ -199,3 +202,41 @@ async def _first_model(address: Address) -> dict[str, Any]:
         return dict(json.loads(connection.body)["data"][0])
     except (ValueError, KeyError, IndexError, TypeError) as e:
         raise UserError(f"{address.host}:{address.port} does not list its models as OpenAI's API does: {e}") from None
+
+
+def made_of(records: Sequence[Record]) -> list[RequestTimes]:
+    """The latencies of the requests that were answered."""
+    start = min((record.answer.sent - record.due for record in records), default=0.0)
+    found = []
+    for record in records:
+        answer = record.answer
+        if answer.error or not answer.times:
+            continue
+        due, (prompt, output) = start + record.due, answer.tokens
+        first, last = answer.times[0], answer.times[-1]
+        found.append(
+            RequestTimes(
+                due=record.due,
+                late=(answer.sent - due) * 1e3,
+                ttft=(first - due) * 1e3,
+                tpot=(last - first) / (output - 1) * 1e3 if output > 1 else None,
+                e2e=(last - due) * 1e3,
+                input_tokens=prompt,
+                output_tokens=output,
+                gaps=tuple((b - a) * 1e3 for a, b in zip(answer.times, answer.times[1:], strict=False)),
+            )
+        )
+    return found
+
+
+def summary(records: Sequence[Record], limits: Limits) -> LoadFigures:
+    """The figures of all records."""
+    started = min((record.answer.sent for record in records), default=0.0)
+    seconds = max((record.answer.ended for record in records), default=0.0) - started
+    return LoadFigures(tuple(made_of(records)), len(records), seconds, limits, _errors(records))
+
+
+def _errors(records: Sequence[Record]) -> dict[str, int]:
+    """The errors and their counts, the most common first."""
+    texts = [r.answer.error or "an answer without a token" for r in records if r.answer.error or not r.answer.times]
+    return dict(Counter(texts).most_common(10))
