@@ -16,10 +16,12 @@ from urllib.parse import urlsplit
 
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.run import Run, UserError
-from shardwise.serve.engine import Engine
-from shardwise.serve.generate import continue_prompts, encode_prompt
-from shardwise.serve.generation_config import ends_of
+from shardwise.serve.engine import Engine, make_engine
+from shardwise.serve.generate import continue_prompts, encode_prompt, ends_of
 from shardwise.serve.request import Request, Sampling
+
+AT_ONCE = 16
+"""Requests that a server answers at a time."""
 
 
 @dataclass(frozen=True)
@@ -133,23 +135,18 @@ class EngineAnswerer(Answerer):
 class HttpAnswerer(Answerer):
     """A server with OpenAI's completions API, such as `shardwise serve`, that takes token prompts and echoes their logprobs."""
 
-    def __init__(
-        self, url: str, tokenizer: Tokenizer, longest: int, model: str = "", key: str = "", at_once: int = 16
-    ) -> None:
+    def __init__(self, url: str, tokenizer: Tokenizer, longest: int) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"{url} is not the address of a server, such as http://localhost:8000")
         self.tokenizer, self.longest = tokenizer, longest - 1
-        self._parts, self._key, self._at_once = parts, key, at_once
-        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/"
-        self._model = model or self._ask("GET", "models")["data"][0]["id"]
+        self._parts, self._path = parts, parts.path.rstrip("/").removesuffix("/v1") + "/v1/"
+        self._model = self._ask("GET", "models")["data"][0]["id"]
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=600)
         headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
         try:
             connection.request(method, self._path + path, json.dumps(body) if body else None, headers)
             response = connection.getresponse()
@@ -177,7 +174,7 @@ class HttpAnswerer(Answerer):
             greedy = all(each >= max(top.values()) for each, top in zip(own, tops, strict=True))
             return Likelihood(math.fsum(own), greedy)
 
-        with ThreadPoolExecutor(self._at_once) as pool:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(ask, pairs))
 
     def generate(self, wanted: Sequence[Wanted]) -> list[str]:
@@ -190,7 +187,7 @@ class HttpAnswerer(Answerer):
             body |= {"temperature": each.temperature, "stop": list(each.stop)[:4], "seed": 0}
             return _up_to(self._complete(body)["text"], each.stop)
 
-        with ThreadPoolExecutor(self._at_once) as pool:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(ask, wanted))
 
 
@@ -201,8 +198,6 @@ def _up_to(text: str, stops: Sequence[str]) -> str:
 
 def engine_answerer(folder: Path, run: Run, longest: int = 0) -> EngineAnswerer:
     """An engine for a checkpoint's folder; the maximum sequence length is `longest`, or the model's positions if that is 0."""
-    from shardwise.serve.engine import make_engine
-
     tokenizer = load_tokenizer(folder)
     longest = longest or run.model.max_positions
     run = replace(run, model=replace(run.model, max_positions=max(longest, run.model.max_positions)))

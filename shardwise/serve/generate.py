@@ -1,15 +1,20 @@
-"""Text from an engine without a server: continues several prompts together."""
+"""Text from an engine without a server: continues several prompts together. The server, the evaluations and `shardwise generate`
+end an answer at the same tokens, those that a model's publisher names in the generation_config.json of a checkpoint."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run import UserError
 from shardwise.serve.request import Request, Sampling
 from shardwise.serve.service import Engine
+
+GENERATION = "generation_config.json"
 
 
 @dataclass
@@ -19,6 +24,22 @@ class Continued:
     tokens: list[int]
     text: str = ""
     ended_by: Literal["end", "stop", "length"] = "length"
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """The values of the file; empty if there is none, or none that can be read."""
+    try:
+        values = json.loads((folder / GENERATION).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def ends_of(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end an answer: the tokenizer's end token and those of the file, of which chat models have several."""
+    ends = read_generation(folder).get("eos_token_id")
+    ids = [token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)]
+    return frozenset([tokenizer.end, *ids])
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

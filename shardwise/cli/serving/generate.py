@@ -60,8 +60,7 @@ def execute(args: argparse.Namespace) -> int:
     from shardwise.cli.machinery.ranks import engine_here, start_ranks
     from shardwise.data.tokenizer import load_tokenizer
     from shardwise.run import read_served
-    from shardwise.serve.generate import continue_prompts, encode_prompt
-    from shardwise.serve.generation_config import ends_of
+    from shardwise.serve.generate import continue_prompts, encode_prompt, ends_of
     from shardwise.serve.request import Sampling
 
     folder = checkpoint_folder(args.run)

@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.data.chat.files import templates_in
 from shardwise.data.chat.template import PLAIN, ChatTemplate, load_template
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
-from shardwise.serve.generation_config import ends_of, read_generation
+from shardwise.serve.generate import ends_of, read_generation
 
 # The parameters that a generation_config.json may recommend, and their valid ranges.
 RECOMMENDED = {
