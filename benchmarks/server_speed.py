@@ -22,13 +22,11 @@ from shardwise.run.lengths import Lengths
 from shardwise.schedules.serving.figures import Limits
 from shardwise.serve.event_loop import run_in_loop
 from shardwise.serve.load.client import Address
-from shardwise.serve.load.run import Load, run_load
-from shardwise.serve.load.summary import summary
-from shardwise.serve.request import Output, Request
+from shardwise.serve.load.run import Load, run_load, summary
+from shardwise.serve.request import Output, Request, Stats
 from shardwise.serve.server.address import address_of, open_socket
 from shardwise.serve.server.listen import Stop, serve
 from shardwise.serve.server.model import Model
-from shardwise.serve.stats import Stats
 
 
 class PacedEngine:

@@ -22,15 +22,13 @@ from shardwise.plan.serving.pool import host_pages
 from shardwise.run import LayoutConfig, Run, UserError
 from shardwise.run.sections.serve import ServeConfig
 from shardwise.schedules.serving import Chunk, PagePool, Scheduler, Sequence, Settings, Step
+from shardwise.serve.grammar import masks_along
 from shardwise.serve.leader import Leader
 from shardwise.serve.prepare import check_served, draft_runner_of, load_draft, memory_of, runner_of
-from shardwise.serve.request import Finish, Logprob, Output, Request
+from shardwise.serve.request import Finish, Logprob, Output, Request, Stats
 from shardwise.serve.runner import Row, Runner
 from shardwise.serve.sampler import logprobs_of, read_logprobs, seed_of
-from shardwise.serve.speculate.counts import DraftCounts
-from shardwise.serve.speculate.drafter import drafter_of
-from shardwise.serve.speculate.masks import masks_along
-from shardwise.serve.stats import Stats
+from shardwise.serve.speculate.drafter import DraftCounts, drafter_of
 from shardwise.serve.under_way import Answer, LaunchedStep, order_of
 
 

@@ -1,15 +1,15 @@
 """Structured outputs: JSON of a schema, a regular expression, one of several choices, or a context-free grammar.
 
 llguidance follows the text byte by byte and computes which tokens may come next. The engine asks for the mask before each token
-and reports the sampled token. llguidance was chosen because it needs neither torch nor a download, computes a mask in some 50 µs
-whatever the schema, and refuses what it does not support instead of ignoring it. Its work is bounded, so that a schema cannot stop
-the engine.
+and reports the sampled token. A draft that is not allowed is rejected, and the rows after it are not used. llguidance was chosen
+because it needs neither torch nor a download, computes a mask in some 50 µs whatever the schema, and refuses what it does not
+support instead of ignoring it. Its work is bounded, so that a schema cannot stop the engine.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run import UserError
 from shardwise.run.problems import install
+from shardwise.serve.request import Grammar
 
 _BEFORE = "\x02"
 Kind = Literal["json", "regex", "choice", "grammar"]
@@ -143,3 +144,26 @@ def _grammar(library: Any, form: Form) -> str:
         return matcher.grammar_from_lark(form.value)
     except ValueError as e:
         raise UserError(f"cannot be read: {str(e)[:500]}") from None
+
+
+def allowed_words(grammar: Grammar, words: int) -> np.ndarray:
+    """The bits of the tokens that may come next."""
+    found = np.zeros(words, np.int32)
+    told = np.asarray(grammar.allowed()).view(np.int32).ravel()[:words]
+    found[: len(told)] = told
+    return found
+
+
+def masks_along(grammar: Grammar, drafts: Sequence[int], words: int) -> np.ndarray:
+    """Masks of the next token, and of the token after each draft [1 + drafts, words]; all bits are set after a draft that is not
+    allowed. The grammar itself does not advance."""
+    found = np.full((1 + len(drafts), words), -1, np.int32)
+    found[0] = allowed_words(grammar, words)
+    if drafts:
+        grammar = grammar.copy()
+    for place, token in enumerate(drafts):
+        if not (0 <= token < 32 * words and found[place, token // 32] >> (token % 32) & 1):
+            break
+        grammar.accept(token)
+        found[place + 1] = allowed_words(grammar, words)
+    return found

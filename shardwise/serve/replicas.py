@@ -18,9 +18,8 @@ from typing import Any
 from shardwise.run import UserError
 from shardwise.serve.engine import Engine
 from shardwise.serve.grammar import Form
-from shardwise.serve.request import Grammar, Output, Request
+from shardwise.serve.request import Grammar, Output, Request, Stats
 from shardwise.serve.router import Router
-from shardwise.serve.stats import Stats
 
 LISTEN_SECONDS = 0.002
 """How long a step waits for outputs before it looks for new requests."""

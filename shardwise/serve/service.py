@@ -20,8 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from shardwise.run import UserError
-from shardwise.serve.request import Output, Request
-from shardwise.serve.stats import Stats
+from shardwise.serve.request import Output, Request, Stats
 
 LAST_SECONDS = 30.0
 """Time limit for the engine's last step."""
@@ -110,7 +109,8 @@ class Service:
         self._engine = engine
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._replies: dict[str, _Reply] = {}
-        self._waiting = 0
+        self.waiting = 0
+        """Requests without an output yet."""
         self._started: deque[float] = deque(maxlen=64)
         """When the latest requests got their first output."""
         self._empty = asyncio.Event()
@@ -125,11 +125,6 @@ class Service:
         return self.error is None and not self.draining
 
     @property
-    def waiting(self) -> int:
-        """Requests without an output yet."""
-        return self._waiting
-
-    @property
     def unfinished(self) -> int:
         """Requests that are not completely answered yet."""
         return len(self._replies)
@@ -140,8 +135,8 @@ class Service:
             raise EngineFailed("the engine has failed; see its log") from self.error
         if self.draining:
             raise Draining("the server is shutting down")
-        if self._waiting and self._waiting + more > self.max_waiting:
-            raise QueueFull(self._waiting, self._seconds_to_wait())
+        if self.waiting and self.waiting + more > self.max_waiting:
+            raise QueueFull(self.waiting, self._seconds_to_wait())
 
     async def generate(self, *requests: Request) -> AsyncGenerator[Output]:
         """The outputs of requests as they arrive, until all have ended. Raises `UserError` if the engine cannot run one of them,
@@ -151,7 +146,7 @@ class Service:
         for request in requests:
             self._replies[request.id] = reply
             self._commands.put(partial(self._add, request))
-        self._waiting += len(requests)
+        self.waiting += len(requests)
         self._empty.clear()
         try:
             while reply.outputs or reply.unfinished:
@@ -201,7 +196,9 @@ class Service:
             if reply is None or output.index not in reply.unfinished[output.request]:
                 continue  # the client left, or a stop string ended the answer
             if output.request in reply.silent:
-                self._has_begun(reply, output.request)
+                reply.silent.discard(output.request)
+                self.waiting -= 1
+                self._started.append(time.monotonic())
             if output.finish is not None:
                 self._ended(reply, output.request, output.index)
             reply.outputs.setdefault((output.request, output.index), []).append(output)
@@ -227,11 +224,6 @@ class Service:
         reply.error = error
         reply.wake()
 
-    def _has_begun(self, reply: _Reply, request_id: str) -> None:
-        reply.silent.discard(request_id)
-        self._waiting -= 1
-        self._started.append(time.monotonic())
-
     def _ended(self, reply: _Reply, request_id: str, index: int) -> None:
         reply.unfinished[request_id].discard(index)
         if not reply.unfinished[request_id]:
@@ -242,7 +234,7 @@ class Service:
         del self._replies[request_id]
         if request_id in reply.silent:
             reply.silent.discard(request_id)
-            self._waiting -= 1
+            self.waiting -= 1
         if not self._replies:
             self._empty.set()
 
@@ -251,7 +243,7 @@ class Service:
         if len(self._started) < 2:
             return 1.0
         pace = (self._started[-1] - self._started[0]) / (len(self._started) - 1)
-        return min(60.0, max(1.0, self._waiting * pace))
+        return min(60.0, max(1.0, self.waiting * pace))
 
     # In the engine's thread.
 

@@ -12,8 +12,7 @@ import pytest
 from engines import FAMILIES, VOCAB, engine_of, expected, expected_of_prompt, tokens_of
 
 from shardwise.run.sections.serve import ServeConfig
-from shardwise.serve.request import Request, Sampling
-from shardwise.serve.stats import Stats
+from shardwise.serve.request import Request, Sampling, Stats
 
 TOKENS = 12
 MOST = 27 + TOKENS

@@ -15,8 +15,7 @@ from zlib import crc32
 import numpy as np
 
 from shardwise.run import UserError
-from shardwise.serve.request import Logprob, Output, Request
-from shardwise.serve.stats import Stats
+from shardwise.serve.request import Logprob, Output, Request, Stats
 
 PAGE_TOKENS = 16
 Script = Callable[[Request, int], Sequence[int]]

@@ -13,9 +13,9 @@ from fake_engine import FakeEngine, letters
 from patience import HANG_SECONDS
 from running import Running, exchange, post, running
 
+from shardwise.serve.request import Stats
 from shardwise.serve.server.metrics import Metrics
 from shardwise.serve.service import Service
-from shardwise.serve.stats import Stats
 
 LINE = re.compile(r"(shardwise_[a-z_]+)(\{[a-z]+=\"[^\"]*\"(?:,[a-z]+=\"[^\"]*\")*\})? (-?[0-9.e+-]+)")
 

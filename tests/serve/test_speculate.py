@@ -17,10 +17,9 @@ from engines import FAMILIES, answers, engine_of, expected, model_of, tokens_of
 from shardwise.model.invariant.network import make_invariant
 from shardwise.run.sections.serve import ServeConfig
 from shardwise.serve.engine import Engine
-from shardwise.serve.request import Output, Request, Sampling
+from shardwise.serve.request import Output, Request, Sampling, Stats
 from shardwise.serve.runner import Runner
 from shardwise.serve.speculate.ngram import NgramIndex
-from shardwise.serve.stats import Stats
 
 Way = Literal["ngram", "draft"]
 SETTINGS = ServeConfig(max_sequences=4, max_step_tokens=24, page_tokens=4, draft_tokens=3, ngram_min=1, ngram_max=3)

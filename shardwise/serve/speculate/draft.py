@@ -16,11 +16,12 @@ from dataclasses import replace
 from shardwise.schedules.serving import Chunk, Sequence, Step
 from shardwise.serve.request import Sampling
 from shardwise.serve.runner import Launched, Row, Runner
+from shardwise.serve.speculate.drafter import Drafter
 
 TO_FILL = -1
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """The draft model of an engine."""
 
     def __init__(self, runner: Runner, count: int) -> None:
@@ -95,5 +96,4 @@ class DraftModel:
         return Row(sequence.slot + 1, start, sequence.tokens[start:end], end - start, 1)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
         self.computed.pop(sequence, None)

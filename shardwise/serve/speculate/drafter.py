@@ -1,28 +1,42 @@
-"""The drafter interface that the engine uses."""
+"""The drafter that an engine uses, and how many of its drafts were accepted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from shardwise.run.sections.serve import ServeConfig
 from shardwise.schedules.serving import Sequence, Step
 from shardwise.serve.request import Sampling
-from shardwise.serve.speculate.ngram import NgramDrafter
 
 if TYPE_CHECKING:
     from shardwise.serve.runner import Runner
 
 
-class Drafter(Protocol):
-    """Sets the drafts of sequences. The methods are called in this order for each step."""
+class DraftCounts:
+    """How many draft tokens were verified, and how many were accepted, by their position after the last token."""
+
+    def __init__(self, places: int) -> None:
+        self.drafted = [0] * places
+        self.accepted = [0] * places
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count `drafted` verified tokens of a sequence, of which the first `accepted` were right."""
+        for place in range(drafted):
+            self.drafted[place] += 1
+            self.accepted[place] += place < accepted
+
+
+class Drafter:
+    """Sets the drafts of sequences. The methods are called in this order for each step; most may be left to do nothing."""
 
     def warm(self, step_tokens: int) -> None:
         """Do now what the first step would otherwise wait for."""
 
     def propose(self, sequences: Iterable[Sequence]) -> None:
         """Before a step is scheduled: set drafts, or as many placeholders, for sequences whose last token is known."""
+        raise NotImplementedError
 
     def swap(self, step: Step, host_pages: int) -> None:
         """Swap pages between device and host as the step says."""
@@ -35,11 +49,14 @@ class Drafter(Protocol):
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
+        raise NotImplementedError
 
 
 def drafter_of(settings: ServeConfig, draft: Runner | None) -> Drafter | None:
     """The drafter that `serve.speculate` names; `draft` is the runner of the draft model."""
     if settings.speculate == "ngram":
+        from shardwise.serve.speculate.ngram import NgramDrafter
+
         return NgramDrafter(settings.ngram_min, settings.ngram_max, settings.draft_tokens)
     if settings.speculate == "draft":
         from shardwise.serve.speculate.draft import DraftModel

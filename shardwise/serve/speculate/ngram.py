@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from collections.abc import Sequence as Items
 
-from shardwise.schedules.serving import Sequence, Step
-from shardwise.serve.request import Sampling
+from shardwise.schedules.serving import Sequence
+from shardwise.serve.speculate.drafter import Drafter
 
 LOOKS = 64
 """Occurrences that are compared, the latest first: if there are more, the text repeats itself, and these are as good."""
@@ -54,18 +53,14 @@ class NgramIndex:
         return [tokens[found + n % period] for n in range(count)]
 
 
-class NgramDrafter:
-    """Drafts for all running sequences."""
+class NgramDrafter(Drafter):
+    """Drafts for all running sequences, before a step is scheduled: there are no draws, pages or kernels to care for."""
 
     def __init__(self, least: int, most: int, count: int) -> None:
         self.least, self.most, self.count = least, most, count
         self.indices: dict[Sequence, NgramIndex] = {}
 
-    def warm(self, step_tokens: int) -> None:
-        """There is nothing to warm."""
-
     def propose(self, sequences: Iterable[Sequence]) -> None:
-        """Before a step is scheduled: draft for the sequences whose last token is known."""
         for sequence in sequences:
             if sequence.pending or sequence.drafts:
                 continue
@@ -74,15 +69,5 @@ class NgramDrafter:
                 index = self.indices[sequence] = NgramIndex(self.least, self.most)
             sequence.drafts = index.guess(sequence.tokens, self.count)
 
-    def assign(self, slot: int, sampling: Sampling, seed: int) -> None:
-        """Nothing to do: drafts are not drawn."""
-
-    def swap(self, step: Step, host_pages: int) -> None:
-        """Nothing to do: there are no pages."""
-
-    def fill(self, step: Step, changes: Items[tuple[int, int, int]]) -> None:
-        """Nothing to do: drafts are made before the step is scheduled."""
-
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
         self.indices.pop(sequence, None)
