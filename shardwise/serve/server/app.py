@@ -73,16 +73,9 @@ def make_app(context: Context) -> ASGIApp:
     handlers = {HTTPException: _http_error, ClientGone: _nobody, ApiError: _error, Exception: _error}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return _Counted(context, app, known)
 
-
-class _Counted:
-    """Counts responses by path and status."""
-
-    def __init__(self, context: Context, app: ASGIApp, known: set[str]) -> None:
-        self._context, self._app, self._known = context, app, known
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def counted_app(scope: Scope, receive: Receive, send: Send) -> None:
+        """Counts responses by path and status."""
         status = 0
 
         async def counted(message: Message) -> None:
@@ -94,10 +87,12 @@ class _Counted:
         try:
             # Starlette answers unexpected errors and re-raises them for the server to log; `for_client` has done that.
             with suppress(Exception):
-                await self._app(scope, receive, counted)
+                await app(scope, receive, counted)
         finally:
             path = scope.get("path", "")
-            self._context.metrics.responses[path if path in self._known else "other", status] += 1
+            context.metrics.responses[path if path in known else "other", status] += 1
+
+    return counted_app
 
 
 def _endpoint(context: Context, function: Endpoint) -> Callable[[Request], Awaitable[Response]]:

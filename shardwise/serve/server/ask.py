@@ -83,9 +83,9 @@ def read_model(fields: Fields, model: Model) -> None:
 
 
 def read_ask(
-    fields: Fields, model: Model, vocab: int, limits: Limits, max_tokens: int | None, logprobs: int | None
+    fields: Fields, model: Model, vocab: int, limits: Limits, max_tokens: int | None, logprobs: int | None, user: str
 ) -> Ask:
-    """The common fields. The endpoint itself reads `max_tokens` and `logprobs`."""
+    """The common fields. The endpoint itself reads `max_tokens` and `logprobs`. `user`: the name that the key gives, if any."""
     stream = fields.flag("stream")
     options = fields.inner("stream_options")
     if options is not None and not stream:
@@ -96,6 +96,7 @@ def read_ask(
         options.end()
     fields.ignore(*IGNORED)
     form, named = _form(fields)
+    own_name = fields.text("user")
     # The model's own end tokens are ignored, but never the stop tokens that the request names itself.
     goes_on, own = fields.flag("ignore_eos"), _stop_tokens(fields, vocab)
     return Ask(
@@ -107,7 +108,7 @@ def read_ask(
         ignore_end=goes_on and not own,
         stream=stream,
         include_usage=include_usage,
-        user=fields.text("user"),
+        user=user or own_name,
         # Lower goes first, and 0 is the default, so that nobody can overtake requests without a priority.
         priority=fields.whole("priority", 0, 0, TOKENS),
         form=form,

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -15,9 +11,9 @@ from starlette.responses import Response
 from shardwise.data.chat.messages import tidy_calls
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run import UserError
-from shardwise.serve.server.answers import Answers, Token, finite
-from shardwise.serve.server.ask import TOKENS, Ask, read_ask, read_model, wrong_missing
-from shardwise.serve.server.completions import encode
+from shardwise.serve.server.answers import Choice, Delta, Token, finite
+from shardwise.serve.server.ask import TOKENS, read_ask, read_model, wrong_missing
+from shardwise.serve.server.completions import encode, respond
 from shardwise.serve.server.context import Context
 from shardwise.serve.server.errors import ApiError
 from shardwise.serve.server.fields import Fields, kind
@@ -38,9 +34,7 @@ async def chat_completions(context: Context, fields: Fields, user: str) -> Respo
     messages = _messages(fields)
     switches = fields.inner("chat_template_kwargs")
     more: dict[str, Any] = fields.get("chat_template_kwargs") if switches else {}
-    ask = read_ask(fields, model, service.vocab, context.limits, _max_tokens(fields), _logprobs_wanted(fields))
-    if user:
-        ask = replace(ask, user=user)
+    ask = read_ask(fields, model, service.vocab, context.limits, _max_tokens(fields), _logprobs_wanted(fields), user)
     _refuse(fields)
     fields.end()
     try:
@@ -49,14 +43,30 @@ async def chat_completions(context: Context, fields: Fields, user: str) -> Respo
         raise ApiError(400, str(e), "messages", "invalid_value") from None
     # The template has put the special tokens where they belong.
     prompt = await encode(context, text, special=False)
-    service.check()
-    name = f"chatcmpl-{uuid.uuid4().hex}"
-    requests = await context.requests(ask, name, [prompt])
-    answers = Answers(service, model.tokenizer, requests, timing, ask.stops)
-    head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": model.name}
-    if ask.stream:
-        return EventStream(_events(answers, ask, {**head, "object": "chat.completion.chunk"}, model.tokenizer))
-    return await _whole(answers, head, model.tokenizer, ask)
+    begun: set[int] = set()
+
+    def event(delta: Delta, start: str, end: str) -> str:
+        found = ""
+        if delta.choice not in begun:
+            begun.add(delta.choice)
+            role = '"delta": {"role": "assistant", "content": ""}, "logprobs": null, "finish_reason": null'
+            found = f"{start}{delta.choice}, {role}{end}"
+        if delta.text or delta.tokens:
+            text = json.dumps(delta.text)
+            logprobs = json.dumps(_logprobs(delta.tokens, model.tokenizer)) if delta.tokens else "null"
+            what = f'"delta": {{"content": {text}}}, "logprobs": {logprobs}, "finish_reason": null'
+            found += f"{start}{delta.choice}, {what}{end}"
+        if delta.finish:
+            what = f'"delta": {{}}, "logprobs": null, "finish_reason": "{delta.finish}"'
+            found += f"{start}{delta.choice}, {what}{end}"
+        return found
+
+    def whole(choice: Choice) -> dict[str, Any]:
+        logprobs = None if ask.sampling.logprobs is None else _logprobs(choice.tokens, model.tokenizer)
+        return {"message": {"role": "assistant", "content": choice.text, "refusal": None}, "logprobs": logprobs}
+
+    names = ("chatcmpl", "chat.completion", "chat.completion.chunk")
+    return await respond(context, ask, timing, [prompt], names, event, whole)
 
 
 def _max_tokens(fields: Fields) -> int | None:
@@ -119,45 +129,6 @@ def _part(fields: Fields) -> str:
     if not isinstance(text, str):
         raise fields.wrong("text", f"must be a string, not {kind(text)}", "invalid_type")
     return text
-
-
-async def _events(answers: Answers, ask: Ask, head: dict[str, Any], tokenizer: Tokenizer) -> AsyncGenerator[bytes]:
-    # Most of an event is the same each time; only the parts that differ are encoded as JSON.
-    usage = ', "usage": null' if ask.include_usage else ""
-    start, end = f'data: {json.dumps(head)[:-1]}{usage}, "choices": [{{"index": ', "}]}\n\n"
-    role = '"delta": {"role": "assistant", "content": ""}, "logprobs": null, "finish_reason": null'
-    begun: set[int] = set()
-    async with aclosing(answers.read()) as deltas:
-        async for delta in deltas:
-            event = ""
-            if delta.choice not in begun:
-                begun.add(delta.choice)
-                event = f"{start}{delta.choice}, {role}{end}"
-            if delta.text or delta.tokens:
-                text = json.dumps(delta.text)
-                logprobs = json.dumps(_logprobs(delta.tokens, tokenizer)) if delta.tokens else "null"
-                what = f'"delta": {{"content": {text}}}, "logprobs": {logprobs}, "finish_reason": null'
-                event += f"{start}{delta.choice}, {what}{end}"
-            if delta.finish:
-                what = f'"delta": {{}}, "logprobs": null, "finish_reason": "{delta.finish}"'
-                event += f"{start}{delta.choice}, {what}{end}"
-            yield event.encode()
-    if ask.include_usage:
-        yield f"data: {json.dumps({**head, 'choices': [], 'usage': answers.usage.json()})}\n\n".encode()
-
-
-async def _whole(answers: Answers, head: dict[str, Any], tokenizer: Tokenizer, ask: Ask) -> Response:
-    choices = [
-        {
-            "index": at,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": None if ask.sampling.logprobs is None else _logprobs(choice.tokens, tokenizer),
-            "finish_reason": choice.finish,
-        }
-        for at, choice in enumerate(await answers.whole())
-    ]
-    body = {**head, "choices": choices, "usage": answers.usage.json()}
-    return Response(json.dumps(body), media_type="application/json")
 
 
 def _logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.serve.request import Logprob
-from shardwise.serve.server.answers import Answers, Token, finite
+from shardwise.serve.server.answers import Answers, Choice, Delta, Token, finite
 from shardwise.serve.server.ask import TOKENS, Ask, read_ask, read_model
 from shardwise.serve.server.context import Context
 from shardwise.serve.server.errors import ApiError
@@ -40,23 +40,66 @@ async def completions(context: Context, fields: Fields, user: str) -> Response |
     if not max_tokens and not echo:
         raise fields.wrong("max_tokens", "must be at least 1; an answer of no tokens is only for a prompt to echo")
     logprobs = fields.maybe_whole("logprobs", 0, 20)
-    ask = read_ask(fields, model, service.vocab, context.limits, max_tokens, logprobs)
-    if user:
-        ask = replace(ask, user=user)
+    ask = read_ask(fields, model, service.vocab, context.limits, max_tokens, logprobs, user)
     fields.only("best_of", (1, ask.n), "is not supported: answers are not ranked; it may equal n")
     fields.only("suffix", ("",), "is not supported: text is continued, not filled in")
     fields.end()
     if echo:
         ask = replace(ask, sampling=replace(ask.sampling, prompt_logprobs=logprobs))
     prompts = await _prompts(context, fields, given, special, ask.n)
-    service.check(len(prompts))
-    name = f"cmpl-{uuid.uuid4().hex}"
+
+    def event(delta: Delta, start: str, end: str) -> str:
+        logprobs = json.dumps(_logprobs(delta.tokens, model.tokenizer)) if delta.tokens else "null"
+        finish = f'"{delta.finish}"' if delta.finish else "null"
+        text = json.dumps(delta.text)
+        return f'{start}{delta.choice}, "text": {text}, "logprobs": {logprobs}, "finish_reason": {finish}{end}'
+
+    def whole(choice: Choice) -> dict[str, Any]:
+        return {"text": choice.text, "logprobs": _logprobs(choice.tokens, model.tokenizer) if choice.tokens else None}
+
+    names = ("cmpl", "text_completion", "text_completion")
+    return await respond(context, ask, timing, prompts, names, event, whole, echo, silent=not max_tokens)
+
+
+async def respond(
+    context: Context,
+    ask: Ask,
+    timing: Timing,
+    prompts: Sequence[Sequence[int]],
+    names: tuple[str, str, str],
+    event: Callable[[Delta, str, str], str],
+    whole: Callable[[Choice], dict[str, Any]],
+    echo: bool = False,
+    silent: bool = False,
+) -> Response | EventStream:
+    """Answer the prompts of a request, or start their stream, for either endpoint. `names`: the beginning of its id, and OpenAI's
+    names of an answer and of a part of one. `event` writes new text between the two texts that all events share, `whole` an answer
+    that has ended."""
+    context.service.check(len(prompts))
+    name = f"{names[0]}-{uuid.uuid4().hex}"
     requests = await context.requests(ask, name, prompts)
-    answers = Answers(service, model.tokenizer, requests, timing, ask.stops, echo, silent=not max_tokens)
-    head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model.name}
+    answers = Answers(context.service, context.model.tokenizer, requests, timing, ask.stops, echo, silent)
+    kind = names[2] if ask.stream else names[1]
+    head = {"id": name, "object": kind, "created": int(time.time()), "model": context.model.name}
     if ask.stream:
-        return EventStream(_events(answers, ask, head, model.tokenizer))
-    return await _whole(answers, head, model.tokenizer)
+        return EventStream(_events(answers, ask, head, event))
+    ended = enumerate(await answers.whole())
+    choices = [{"index": at, **whole(choice), "finish_reason": choice.finish} for at, choice in ended]
+    body = {**head, "choices": choices, "usage": answers.usage.json()}
+    return Response(json.dumps(body), media_type="application/json")
+
+
+async def _events(
+    answers: Answers, ask: Ask, head: dict[str, Any], event: Callable[[Delta, str, str], str]
+) -> AsyncGenerator[bytes]:
+    # Most of an event is the same each time; only the parts that differ are encoded as JSON.
+    usage = ', "usage": null' if ask.include_usage else ""
+    start, end = f'data: {json.dumps(head)[:-1]}{usage}, "choices": [{{"index": ', "}]}\n\n"
+    async with aclosing(answers.read()) as deltas:
+        async for delta in deltas:
+            yield event(delta, start, end).encode()
+    if ask.include_usage:
+        yield f"data: {json.dumps({**head, 'choices': [], 'usage': answers.usage.json()})}\n\n".encode()
 
 
 async def _prompts(context: Context, fields: Fields, given: Any, special: bool, n: int) -> list[list[int]]:
@@ -94,34 +137,6 @@ async def encode(context: Context, text: str, special: bool) -> list[int]:
     if found and max(found) >= context.service.vocab:
         raise ApiError(400, f"the prompt has a token that this model does not ({max(found)})", "prompt")
     return found or [context.model.first]
-
-
-async def _events(answers: Answers, ask: Ask, head: dict[str, Any], tokenizer: Tokenizer) -> AsyncGenerator[bytes]:
-    # Most of an event is the same each time; only the parts that differ are encoded as JSON.
-    usage = ', "usage": null' if ask.include_usage else ""
-    start, end = f'data: {json.dumps(head)[:-1]}{usage}, "choices": [{{"index": ', "}]}\n\n"
-    async with aclosing(answers.read()) as deltas:
-        async for delta in deltas:
-            logprobs = json.dumps(_logprobs(delta.tokens, tokenizer)) if delta.tokens else "null"
-            finish = f'"{delta.finish}"' if delta.finish else "null"
-            text = json.dumps(delta.text)
-            yield f'{start}{delta.choice}, "text": {text}, "logprobs": {logprobs}, "finish_reason": {finish}{end}'.encode()
-    if ask.include_usage:
-        yield f"data: {json.dumps({**head, 'choices': [], 'usage': answers.usage.json()})}\n\n".encode()
-
-
-async def _whole(answers: Answers, head: dict[str, Any], tokenizer: Tokenizer) -> Response:
-    choices = [
-        {
-            "index": at,
-            "text": choice.text,
-            "logprobs": _logprobs(choice.tokens, tokenizer) if choice.tokens else None,
-            "finish_reason": choice.finish,
-        }
-        for at, choice in enumerate(await answers.whole())
-    ]
-    body = {**head, "choices": choices, "usage": answers.usage.json()}
-    return Response(json.dumps(body), media_type="application/json")
 
 
 def _logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> dict[str, Any]:

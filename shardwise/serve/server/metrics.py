@@ -46,41 +46,30 @@ class Metrics:
         """All metrics in Prometheus's text format."""
         stats = service.stats
         lines: list[str] = []
-        for name, kind, meaning, values in (
-            ("responses_total", "counter", "HTTP responses; 499 where the client went away before.", self._responses()),
-            ("prompt_tokens_total", "counter", "Tokens of answered prompts.", {"": self.prompt_tokens}),
-            ("generation_tokens_total", "counter", "Tokens of answers, as clients got them.", {"": self.answer_tokens}),
-            ("requests_unfinished", "gauge", "Requests that are not answered yet.", {"": service.unfinished}),
-            ("requests_waiting", "gauge", "Requests without a token yet.", {"": service.waiting}),
-            ("sequences_running", "gauge", "Sequences that hold pages.", {"": stats.running}),
-            ("sequences_waiting", "gauge", "Sequences that do not yet.", {"": stats.waiting}),
-            ("pages_used", "gauge", "Pages of keys and values in use.", {"": stats.pages_used}),
-            ("pages", "gauge", "Pages of keys and values in all.", {"": stats.pages}),
-            ("preemptions_total", "counter", "Sequences that lost their pages to others.", {"": stats.preemptions}),
-            ("prefix_queries_total", "counter", "Tokens looked for in the prefix cache.", {"": stats.prefix_queries}),
-            ("prefix_hits_total", "counter", "Tokens found in the prefix cache.", {"": stats.prefix_hits}),
-            (
-                "engine_tokens_computed_total",
-                "counter",
-                "Tokens that the engine computed.",
-                {"": stats.computed_tokens},
-            ),
-            (
-                "engine_tokens_generated_total",
-                "counter",
-                "Tokens that the engine generated.",
-                {"": stats.generated_tokens},
-            ),
-            ("draft_tokens_total", "counter", "Guesses that were verified, by place.", _places(stats.drafted_at)),
+        for name, meaning, values in (
+            ("responses_total", "HTTP responses; 499 where the client went away before.", self._responses()),
+            ("prompt_tokens_total", "Tokens of answered prompts.", self.prompt_tokens),
+            ("generation_tokens_total", "Tokens of answers, as clients got them.", self.answer_tokens),
+            ("requests_unfinished", "Requests that are not answered yet.", service.unfinished),
+            ("requests_waiting", "Requests without a token yet.", service.waiting),
+            ("sequences_running", "Sequences that hold pages.", stats.running),
+            ("sequences_waiting", "Sequences that do not yet.", stats.waiting),
+            ("pages_used", "Pages of keys and values in use.", stats.pages_used),
+            ("pages", "Pages of keys and values in all.", stats.pages),
+            ("preemptions_total", "Sequences that lost their pages to others.", stats.preemptions),
+            ("prefix_queries_total", "Tokens looked for in the prefix cache.", stats.prefix_queries),
+            ("prefix_hits_total", "Tokens found in the prefix cache.", stats.prefix_hits),
+            ("engine_tokens_computed_total", "Tokens that the engine computed.", stats.computed_tokens),
+            ("engine_tokens_generated_total", "Tokens that the engine generated.", stats.generated_tokens),
+            ("draft_tokens_total", "Guesses that were verified, by place.", _places(stats.drafted_at)),
             (
                 "draft_tokens_accepted_total",
-                "counter",
                 "Guesses that were right, as all before them, by place.",
                 _places(stats.accepted_at),
             ),
-            ("healthy", "gauge", "1 while requests are taken.", {"": int(service.healthy)}),
+            ("healthy", "1 while requests are taken.", int(service.healthy)),
         ):
-            lines += _lines(name, kind, meaning, values)
+            lines += _lines(name, "counter" if name.endswith("_total") else "gauge", meaning, values)
         lines += _histogram("time_to_first_token_seconds", "From a request to its first token.", self.first_token)
         lines += _histogram(
             "time_per_output_token_seconds", "Between tokens, the mean of each request.", self.each_token
@@ -123,10 +112,11 @@ def _places(counts: Sequence[int]) -> dict[str, float]:
     return {f'{{position="{place}"}}': count for place, count in enumerate(counts, 1)}
 
 
-def _lines(name: str, kind: str, meaning: str, values: Mapping[str, float]) -> Iterator[str]:
+def _lines(name: str, kind: str, meaning: str, values: Mapping[str, float] | float) -> Iterator[str]:
+    """A metric with its values by their labels, or one without labels."""
     yield f"# HELP shardwise_{name} {meaning}"
     yield f"# TYPE shardwise_{name} {kind}"
-    for labels, value in values.items():
+    for labels, value in (values if isinstance(values, Mapping) else {"": values}).items():
         yield f"shardwise_{name}{labels} {value}"
 
 
