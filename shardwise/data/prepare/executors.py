@@ -99,6 +99,10 @@ class Local:
             # Spawned, not forked: a fork would copy the locks of whatever threads the caller has running.
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self._workers, mp_context=context, initializer=begin_worker)
+        pool = self._pool
+
+        def start(number: int) -> Future[list[Problem]]:
+            return pool.submit(attempt, *job, number)
 
         def ended(running: list[Future[list[Problem]]]) -> set[Future[list[Problem]]]:
             return wait(running, return_when=FIRST_COMPLETED).done
@@ -107,8 +111,7 @@ class Local:
             left.discard(number)
             done(number)
 
-        submit = partial(self._pool.submit, attempt, *job)
-        _keep_busy(self._workers, sorted(left), submit, ended, Future.result, settled)
+        _keep_busy(self._workers, sorted(left), start, ended, Future.result, settled)
 
     def close(self) -> None:
         """End the processes."""
