@@ -27,9 +27,9 @@ from shardwise.checkpoint.huggingface.config import config_from_model, model_fro
 from shardwise.checkpoint.huggingface.families import family_named
 from shardwise.checkpoint.huggingface.packed.decode import PackedReader
 from shardwise.checkpoint.huggingface.packed.folder import check_names, copy_packed
-from shardwise.checkpoint.huggingface.packed.scheme import Packing, read_packing
+from shardwise.checkpoint.huggingface.packed.scheme import read_packing
 from shardwise.checkpoint.huggingface.quantized import open_published
-from shardwise.checkpoint.huggingface.tensors import Link, Shifted, left_out, links, links_of_folder
+from shardwise.checkpoint.huggingface.tensors import Link, Shifted, left_out, links, links_of_folder, sort_out
 from shardwise.checkpoint.huggingface.tokenizer import made_tokenizer, token_ids, tokenizer_config
 from shardwise.checkpoint.reader import Reader, find_weights, open_checkpoint
 from shardwise.checkpoint.weights import compare_shapes, open_weights, state_shapes
@@ -65,7 +65,7 @@ class Conversion:
 def from_hf(
     hf_dir: str | Path, out_dir: str | Path, progress: Progress | None = None, file_bytes: int = FILE_BYTES
 ) -> Conversion:
-    """Convert a Hugging Face folder to a checkpoint."""
+    """Convert a Hugging Face folder to a checkpoint. Packed weights are copied unchanged, and a `run.toml` is added."""
     source, out = Path(hf_dir), Path(out_dir)
     if not source.is_dir():
         raise UserError(Problem("there is no such folder", where=str(source)))
@@ -75,40 +75,24 @@ def from_hf(
     where = str(source / "config.json")
     values = read_json(source / "config.json")
     config, notes = model_from_config(values, where)
-    packing = read_packing(values, where)
-    if packing is not None:
-        return _adopt(source, out, values, config, packing, notes)
-    reader = open_published(source, values, where)
-    shapes = state_shapes(config)
+    packing, shapes, entries = read_packing(values, where), state_shapes(config), []
+    reader = open_published(source, values, where) if packing is None else Reader(source, find_weights(source))
     found = links_of_folder(config, shapes, values, reader.names)
-    notes += _check_theirs(reader, config, found, shapes)
-
-    entries = []
-    for link in found:
-        dtype = torch.float32 if isinstance(link, Shifted) else _promoted(reader, link.theirs)
-        entries += [Entry(name, dtype, shapes[name], partial(link.to_ours, name, reader)) for name in link.ours]
+    if packing is None:
+        notes += _check_theirs(reader, config, found, shapes)
+        for link in found:
+            dtype = torch.float32 if isinstance(link, Shifted) else _promoted(reader, link.theirs)
+            entries += [Entry(name, dtype, shapes[name], partial(link.to_ours, name, reader)) for name in link.ours]
+        kind = _dtype_name(entries)
+    else:
+        notes += packing.notes + check_names(reader, PackedReader(reader, packing), config, found)
+        kind = str(values.get("torch_dtype") or values.get("dtype")).removeprefix("torch.")
+        kind = kind if kind in ("float32", "float16") else "bfloat16"
     with new_folder(out) as folder:
         copy_companions(source, folder)
         _write_ids(folder, values)
-        write_run(folder, out, config, _dtype_name(entries), where)
-        total = write_entries(folder, entries, progress, file_bytes)
-    return Conversion(family_named(values, where).architecture, _parameters(shapes), total, tuple(notes))
-
-
-def _adopt(
-    source: Path, out: Path, values: dict[str, Any], config: ModelConfig, packing: Packing, notes: list[str]
-) -> Conversion:
-    """Make a checkpoint of a folder whose weights are packed: they are copied unchanged, and a `run.toml` is added."""
-    where, shapes = str(source / "config.json"), state_shapes(config)
-    reader = Reader(source, find_weights(source))
-    found = links_of_folder(config, shapes, values, reader.names)
-    notes = notes + packing.notes + check_names(reader, PackedReader(reader, packing), config, found)
-    dtype = str(values.get("torch_dtype") or values.get("dtype") or "bfloat16").removeprefix("torch.")
-    with new_folder(out) as folder:
-        copy_companions(source, folder)
-        _write_ids(folder, values)
-        write_run(folder, out, config, dtype if dtype in ("float32", "float16") else "bfloat16", where)
-        total = copy_packed(source, folder)
+        write_run(folder, out, config, kind, where)
+        total = write_entries(folder, entries, progress, file_bytes) if packing is None else copy_packed(source, folder)
     return Conversion(family_named(values, where).architecture, _parameters(shapes), total, tuple(notes))
 
 
@@ -199,25 +183,17 @@ def _write_missing(file: Path, content: dict[str, Any] | None) -> None:
 def _check_theirs(reader: Reader, config: ModelConfig, found: list[Link], shapes: Shapes) -> list[str]:
     """Notes on the tensors that are left out; raises if others are missing, unknown or of another shape."""
     expected = {theirs: link.their_shape(shapes[link.ours[0]]) for link in found for theirs in link.theirs}
-    reasons: Counter[str] = Counter()
-    names = []
+    names, notes = sort_out(reader.names, lambda name: "" if name in expected else left_out(config, name))
     problems = _not_floating(reader, expected)
-    for name in reader.names:
-        reason = "" if name in expected else left_out(config, name)
-        if name == "lm_head.weight" and config.tied_embeddings:
-            reason = "copy of the embedding (lm_head.weight), to which the output is tied"
-            embedding = next(link.theirs[0] for link in found if link.ours == ("embed.weight",))
-            if embedding in reader and not torch.equal(reader.get(name), reader.get(embedding)):
-                message = f"differs from {embedding}, though config.json says tie_word_embeddings"
-                problems.append(Problem(message, name, str(reader.folder)))
-        if reason:
-            reasons[reason] += 1
-        else:
-            names.append(name)
+    if (head := "lm_head.weight") in reader and config.tied_embeddings:
+        embedding = next(link.theirs[0] for link in found if link.ours == ("embed.weight",))
+        if embedding in reader and not torch.equal(reader.get(head), reader.get(embedding)):
+            message = f"differs from {embedding}, though config.json says tie_word_embeddings"
+            problems.append(Problem(message, head, str(reader.folder)))
     problems += compare_shapes(reader, expected, names)
     if problems:
         raise UserError(*problems)
-    return [f"{reason} ({count})" for reason, count in reasons.items()]
+    return notes
 
 
 def _not_floating(reader: Reader, names: Iterable[str] | None = None) -> list[Problem]:

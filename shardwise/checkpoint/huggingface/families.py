@@ -48,6 +48,7 @@ _LLAMA_LIKE: Keys = {
     "qk_norm": False,
     "experts": 0,
 }
+_GPT_LIKE = _LLAMA_LIKE | {"norm": "layernorm", "activation": "gelu", "bias": "all", "sliding_window": 0}
 _MOE: Keys = {"router": "softmax", "router_groups": 1, "router_scale": 1.0, "shared_experts": 0}
 _DEFAULTS: Keys = {"initializer_range": 0.02, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "head_dim": None}
 _SILU = {"hidden_act": ("silu", "swish")}
@@ -74,8 +75,7 @@ _KNOWN = (
             "initializer_range": "init_std",
             "tie_word_embeddings": "tied_embeddings",
         },
-        _LLAMA_LIKE
-        | {"norm": "layernorm", "activation": "gelu", "bias": "all", "position": "learned", "sliding_window": 0},
+        _GPT_LIKE | {"position": "learned"},
         {
             "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
             "scale_attn_weights": (True,),
@@ -87,26 +87,9 @@ _KNOWN = (
     Family(
         "OPTForCausalLM",
         "opt",
-        {
-            "vocab_size": "vocab",
-            "hidden_size": "hidden",
-            "num_hidden_layers": "layers",
-            "num_attention_heads": "heads",
-            "ffn_dim": "ffn",
-            "max_position_embeddings": "max_positions",
-            "init_std": "init_std",
-            "tie_word_embeddings": "tied_embeddings",
-        },
-        _LLAMA_LIKE
-        | {
-            "norm": "layernorm",
-            "norm_eps": 1e-5,
-            "activation": "relu",
-            "bias": "all",
-            "position": "learned",
-            "position_offset": 2,
-            "sliding_window": 0,
-        },
+        without(_SHAPE, "intermediate_size", "rms_norm_eps", "initializer_range")
+        | {"ffn_dim": "ffn", "init_std": "init_std"},
+        _GPT_LIKE | {"activation": "relu", "norm_eps": 1e-5, "position": "learned", "position_offset": 2},
         {
             "activation_function": ("relu",),
             "do_layer_norm_before": (True,),
@@ -129,15 +112,7 @@ _KNOWN = (
             "initializer_range": "init_std",
             "tie_word_embeddings": "tied_embeddings",
         },
-        _LLAMA_LIKE
-        | {
-            "norm": "layernorm",
-            "activation": "gelu",
-            "bias": "all",
-            "position": "alibi",
-            "embedding_norm": True,
-            "sliding_window": 0,
-        },
+        _GPT_LIKE | {"position": "alibi", "embedding_norm": True},
         {"apply_residual_connection_post_layernorm": (False,)},
         # The network has no maximum length; the file may state the length it was trained with.
         {"seq_length": 2048, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True},
@@ -155,15 +130,7 @@ _KNOWN = (
         "GPTNeoXForCausalLM",
         "gpt_neox",
         without(_SHAPE, "rms_norm_eps") | {"layer_norm_eps": "norm_eps"},
-        _LLAMA_LIKE
-        | {
-            "norm": "layernorm",
-            "activation": "gelu",
-            "bias": "all",
-            "parallel_block": True,
-            "parallel_norms": 2,
-            "sliding_window": 0,
-        },
+        _GPT_LIKE | {"parallel_block": True, "parallel_norms": 2},
         {
             "hidden_act": ("gelu_fast", "gelu_new", "gelu_pytorch_tanh"),
             "use_parallel_residual": (True,),

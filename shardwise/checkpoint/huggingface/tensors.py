@@ -7,7 +7,8 @@ family. A `Link` connects the two and converts either side to the other, one chu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -172,16 +173,12 @@ _NEOX = {
     "ffn.up": "mlp.dense_h_to_4h",
     "ffn.down": "mlp.dense_4h_to_h",
 }
-_BLOOM = {
+_BLOOM = _NEOX | {
     "embed": "transformer.word_embeddings",
     "embed_norm": "transformer.word_embeddings_layernorm",
     "norm": "transformer.ln_f",
     "head": "lm_head",
-    "attention_norm": "input_layernorm",
     "attention.out": "self_attention.dense",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn.up": "mlp.dense_h_to_4h",
-    "ffn.down": "mlp.dense_4h_to_h",
 }
 _OTHERS = {
     "embed": "model.embed_tokens",
@@ -328,7 +325,16 @@ def left_out(config: ModelConfig, name: str) -> str:
         return "attention masks"
     if name.endswith("rotary_emb.inv_freq"):
         return "tables of rotary frequencies"
+    if name == "lm_head.weight" and config.tied_embeddings:
+        return "copy of the embedding (lm_head.weight), to which the output is tied"
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if config.attention == "latent" and layer and int(layer[1]) >= config.layers:
         return "tensors of layers that predict further tokens"
     return ""
+
+
+def sort_out(names: Iterable[str], reason_of: Callable[[str], str]) -> tuple[list[str], list[str]]:
+    """The names for which there is no reason to leave them out, and a note for each reason that there is for others."""
+    reasons = {name: reason_of(name) for name in names}
+    counts = Counter(reason for reason in reasons.values() if reason)
+    return [name for name in reasons if not reasons[name]], [f"{reason} ({n})" for reason, n in counts.items()]

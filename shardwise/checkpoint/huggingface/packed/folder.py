@@ -5,7 +5,6 @@ stay in its files as they are, under the names of its family, and are served fro
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.format import read_json, some
+from shardwise.checkpoint.format import read_json
 from shardwise.checkpoint.huggingface.packed.decode import PARTS, PackedReader
 from shardwise.checkpoint.huggingface.packed.encode import parts_of, quantization_config
 from shardwise.checkpoint.huggingface.packed.scheme import Packing, read_packing
@@ -27,8 +26,10 @@ from shardwise.checkpoint.huggingface.tensors import (
     left_out,
     links,
     links_of_folder,
+    sort_out,
 )
 from shardwise.checkpoint.reader import Reader, find_weights
+from shardwise.checkpoint.weights import compare_shapes
 from shardwise.checkpoint.writer import Entry
 from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.transformer import Transformer
@@ -69,27 +70,25 @@ def packed_state(
     found = links_of_folder(config, shapes, read_json(folder / CONFIG), reader.names)
     check_names(reader, packed, config, found)
     for link in found:
-        if packed.holds(_module(link.theirs[0])):
-            for name, matrix in _our_matrices(link, packed, dtype or torch.bfloat16):
-                form = form_of(name, matrix.form)
-                if tuple(matrix.shape) != shapes[name]:
-                    reason = f"{link.theirs[0]} is {list(matrix.shape)} and should be {list(shapes[name])}"
-                    raise UserError(Problem(reason, where=str(folder)))
-                matrix = QuantizedMatrix(matrix.packed, matrix.scale, matrix.zero, form, matrix.dtype, matrix.order)
-                yield name, nn.Parameter(matrix.moved(device), requires_grad=False)
-            continue
-        for name in link.ours:
-            tensor = torch.cat(
-                [part[None] if isinstance(link, Stacked) else part for part in link.to_ours(name, reader)]
-            )
+        for name, tensor in _ours(link, packed, dtype or torch.bfloat16):
             if tuple(tensor.shape) != shapes[name]:
                 reason = f"{link.theirs[0]} is {list(tensor.shape)} and should be {list(shapes[name])}"
                 raise UserError(Problem(reason, where=str(folder)))
-            kept = tensor.dtype if dtype is None or name not in parameters else dtype
-            yield name, tensor.to(device, kept)
+            if isinstance(tensor, QuantizedMatrix):
+                form = form_of(name, tensor.form)
+                matrix = QuantizedMatrix(tensor.packed, tensor.scale, tensor.zero, form, tensor.dtype, tensor.order)
+                yield name, nn.Parameter(matrix.moved(device), requires_grad=False)
+            else:
+                yield name, tensor.to(device, tensor.dtype if dtype is None or name not in parameters else dtype)
 
 
-def _our_matrices(link: Link, packed: PackedReader, dtype: torch.dtype) -> Iterator[tuple[str, QuantizedMatrix]]:
+def _ours(link: Link, packed: PackedReader, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Our tensors of a link: matrices, computed with in `dtype`, where theirs are packed."""
+    if not packed.holds(_module(link.theirs[0])):
+        for name in link.ours:
+            parts = link.to_ours(name, packed.reader)
+            yield name, torch.cat([part[None] if isinstance(link, Stacked) else part for part in parts])
+        return
     if isinstance(link, Stacked):
         made = [packed.get(_module(theirs), dtype) for theirs in link.theirs]
         if not all(each.joins(made[0]) for each in made):
@@ -114,8 +113,7 @@ def _our_matrices(link: Link, packed: PackedReader, dtype: torch.dtype) -> Itera
 
 def check_names(reader: Reader, packed: PackedReader, config: ModelConfig, found: list[Link]) -> list[str]:
     """Notes on tensors that are left out; raises if tensors are missing or unexpected."""
-    expected: set[str] = set()
-    missing = []
+    expected, missing = set[str](), list[str]()
     for link in found:
         for theirs in link.theirs:
             if packed.holds(_module(theirs)):
@@ -124,28 +122,16 @@ def check_names(reader: Reader, packed: PackedReader, config: ModelConfig, found
                 expected.add(theirs)
             else:
                 missing.append(theirs)
-    reasons: Counter[str] = Counter()
-    unexpected = []
-    for name in reader.names:
-        if name in expected:
-            continue
-        reason = left_out(config, name)
-        if name == "lm_head.weight" and config.tied_embeddings:
-            reason = "copy of the embedding (lm_head.weight), to which the output is tied"
-        elif name.endswith(".bias") and not reader.get(name).any():
-            reason = "biases that are zero"
-        if reason:
-            reasons[reason] += 1
-        else:
-            unexpected.append(name)
-    where, problems = str(reader.folder), []
-    if missing:
-        problems.append(Problem(f"tensors are missing: {some(missing)}", where=where))
-    if unexpected:
-        problems.append(Problem(f"holds tensors that this network does not have: {some(unexpected)}", where=where))
-    if problems:
+
+    def reason_of(name: str) -> str:
+        zero = name.endswith(".bias") and not reader.get(name).any()
+        return left_out(config, name) or ("biases that are zero" if zero else "")
+
+    unexpected, notes = sort_out((name for name in reader.names if name not in expected), reason_of)
+    # By name alone: the shapes of packed parts depend on their format.
+    if problems := compare_shapes(reader, dict.fromkeys(missing, ()), unexpected):
         raise UserError(*problems)
-    return [f"{reason} ({count})" for reason, count in reasons.items()]
+    return notes
 
 
 def copy_packed(source: Path, folder: Path) -> int:
@@ -189,7 +175,7 @@ def packed_entries(
             for theirs, matrix in _their_matrices(link, state):
                 for part, tensor in parts_of(matrix).items():
                     name = f"{_module(theirs)}.{part}"
-                    entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), partial(_once, tensor)))
+                    entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), partial(iter, (tensor,))))
             continue
         if link.theirs[0].endswith(".weight") and first.ndim > 1 and link.ours[0].startswith("layers."):
             whole += [_module(theirs) for theirs in link.theirs]
@@ -197,10 +183,6 @@ def packed_entries(
         dtype = dtypes[link.ours[0]]
         entries += [Entry(name, dtype, shape, partial(link.to_theirs, name, source)) for name in link.theirs]
     return entries, quantization_config(form, group, whole)
-
-
-def _once(tensor: Tensor) -> Iterator[Tensor]:
-    yield tensor
 
 
 def _their_matrices(link: Link, state: dict[str, Tensor]) -> Iterator[tuple[str, QuantizedMatrix]]:
