@@ -113,18 +113,24 @@ class Transformer(nn.Module):
         `positions` count from 0 unless given. `documents` numbers the documents packed in a row, which then do not attend to each
         other, or says where they begin (`VarlenMask`). With a `cache` the tokens continue the sequences it holds.
         """
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        length = positions.shape[1]
-        mask = None if cache is not None else self.mask_builder(length, documents, tokens.device)
-        x = self.embed_tokens(tokens, positions) if self.first else tokens
-        rope = self.rope_builder(self.config, positions, x.dtype) if self.config.position != "learned" else None
+        x, rope, mask = self.begin(tokens, positions, documents, cached=cache is not None)
         auxiliary = None
         for n, block in enumerate(self.layers.values()):
             x, extra = block(x, rope, mask, cache.layers[n] if cache is not None else None)
             if extra is not None:
                 auxiliary = extra if auxiliary is None else auxiliary + extra
         return Output(self.unembed(x, finish) if self.last else x, auxiliary)
+
+    def begin(
+        self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, cached: bool = False
+    ) -> tuple[Tensor, Rope | None, Mask]:
+        """What the first block takes: the residual stream, and the rotations and the mask that all blocks share."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        mask = None if cached else self.mask_builder(positions.shape[1], documents, tokens.device)
+        x = self.embed_tokens(tokens, positions) if self.first else tokens
+        rope = self.rope_builder(self.config, positions, x.dtype) if self.config.position != "learned" else None
+        return x, rope, mask
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Tokens to the residual stream."""

@@ -59,21 +59,12 @@ def quantize_layers(
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Quantize the matrices of a model's layers in place. Batches are tokens, positions and documents, as the model takes them."""
-    samples = [_begun(model, *batch) for batch in batches] if settings.method != "round" else []
+    samples = [Sample(*model.begin(*batch)) for batch in batches] if settings.method != "round" else []
     for n, block in enumerate(model.layers.values()):
         assert isinstance(block, Block)
         _quantize_block(block, samples, settings, model.dtype)
         progress(n + 1, len(model.layers))
     use_quantized_gemms(model)
-
-
-def _begun(model: Transformer, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> Sample:
-    length = tokens.shape[1]
-    if positions is None:
-        positions = torch.arange(length, device=tokens.device)[None]
-    x = model.embed_tokens(tokens, positions)
-    rope = model.rope_builder(model.config, positions, x.dtype) if model.config.position != "learned" else None
-    return Sample(x, rope, model.mask_builder(length, documents, tokens.device))
 
 
 def _quantize_block(block: Block, samples: list[Sample], settings: Settings, dtype: torch.dtype | None) -> None:

@@ -38,7 +38,9 @@ class Accumulate(CustomGraphPass):
             if node.target is not aten.add.Tensor or node.kwargs:
                 continue
             # Where both sides are GEMMs the later one accumulates: the other's result exists by then.
-            behind = [(gemm, other) for mine, other in _sides(node) if (gemm := _gemm_of(mine)) is not None]
+            one, two = node.args
+            sides = [(one, two), (two, one)] if one is not two else []
+            behind = [(gemm, other) for mine, other in sides if (gemm := _gemm_of(mine)) is not None]
             behind = [(gemm, other) for gemm, other in behind if _alike(other, node) and _of_kind(gemm, node)]
             if behind:
                 gemm, other = max(behind, key=lambda one: order[one[0]])
@@ -52,11 +54,6 @@ class Accumulate(CustomGraphPass):
 
 ACCUMULATE = Accumulate()
 """One instance for all layers; otherwise each layer would be compiled separately."""
-
-
-def _sides(node: Node) -> list[tuple[object, object]]:
-    one, two = node.args
-    return [(one, two), (two, one)] if one is not two else []
 
 
 def _gemm_of(node: object) -> Node | None:
