@@ -11,8 +11,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from shardwise.plan.cost.constants import classes_of, constants_of, interval
-from shardwise.plan.cost.job import Job, job_of
+from shardwise.plan.cost.constants import classes_of, interval
+from shardwise.plan.cost.job import job_of
 from shardwise.plan.cost.memory import memory
 from shardwise.plan.cost.software import ALIASES, FACTS, PROGRAMS, Situation, framework_of_facts, mixture
 from shardwise.plan.plan import Plan, plan_job
@@ -26,26 +26,20 @@ def read_program(text: str) -> dict[str, Any]:
     name, _, rest = text.partition(":")
     name = ALIASES.get(name.lower(), name.lower())
     facts: dict[str, Any] = {"framework": name}
-    problems = []
+    wrong = []
     if name not in PROGRAMS:
-        meant = nearest(name, PROGRAMS)
-        problems.append(_wrong(f'"{name}" is not one of {", ".join(sorted(PROGRAMS))}{meant}'))
+        wrong.append(f'"{name}" is not one of {", ".join(sorted(PROGRAMS))}{nearest(name, PROGRAMS)}')
     for part in filter(None, rest.split(",")):
         key, _, value = part.partition("=")
+        words = FACTS.get(key, ())
         if key not in FACTS:
-            problems.append(_wrong(f'"{key}" is not a fact about a program: {", ".join(FACTS)}'))
-            continue
-        words = FACTS[key]
-        if words and value not in words:
-            problems.append(_wrong(f'{key} is "{value}", but has to be one of {", ".join(words)}'))
+            wrong.append(f'"{key}" is not a fact about a program: {", ".join(FACTS)}')
+        elif words and value not in words:
+            wrong.append(f'{key} is "{value}", but has to be one of {", ".join(words)}')
         facts[key] = {"true": True, "false": False}.get(value, value)
-    if problems:
-        raise UserError(*problems)
+    if wrong:
+        raise UserError(*(Problem(what, "--as", "command line") for what in wrong))
     return facts
-
-
-def _wrong(what: str) -> Problem:
-    return Problem(what, "--as", "command line")
 
 
 def plan_as(run: Run, facts: dict[str, Any]) -> Plan:
@@ -64,25 +58,16 @@ def plan_as(run: Run, facts: dict[str, Any]) -> Plan:
     )
     declared = framework_of_facts(facts, situation)
     job = replace(own, framework=declared.framework, fp8_gradients=True)
-    seconds = _seconds(job)
-    shift, spread = mixture(
-        [(a.chance, math.log(_seconds(replace(job, framework=a.framework)) / seconds)) for a in declared.alternatives]
-    )
-    step = step_time(prepare(job), constants_of(job))
+    step = step_time(prepare(job))
+    others = [(a.chance, step_time(prepare(replace(job, framework=a.framework)))) for a in declared.alternatives]
+    shift, spread = mixture([(chance, math.log(other.seconds / step.seconds)) for chance, other in others])
     grown = math.exp(shift)
     parts = {name: value * grown for name, value in step.breakdown.items()}
-    step = replace(step, seconds=step.seconds * grown, breakdown=parts)
-    found = plan_job(run, job, step, memory(job))
+    found = plan_job(run, job, replace(step, seconds=step.seconds * grown, breakdown=parts), memory(job))
     width = interval(classes_of(job, known_program=declared.known), len(declared.alternatives), spread)
-    assumed = tuple(
-        dict.fromkeys(f"not stated of {facts['framework']}: planned with {a.what}" for a in declared.alternatives)
-    )
+    assumed = dict.fromkeys(f"not stated of {facts['framework']}: planned with {a.what}" for a in declared.alternatives)
     said = f"planned as {facts['framework']} would run it; FLOPs and traffic are those of this project's trainer"
     total = found.account.step_seconds
     return replace(
         found, low=total * math.exp(-width), high=total * math.exp(width), notes=(*found.notes, said, *assumed)
     )
-
-
-def _seconds(job: Job) -> float:
-    return step_time(prepare(job), constants_of(job)).seconds

@@ -37,34 +37,25 @@ FACTS: dict[str, tuple[str, ...]] = {
 }
 
 LATER = 9999.0
+_ONE_ENTRY = {
+    # entry of FRAMEWORKS: the programs that it describes, whenever they were released
+    "megatron-2022": ("zero-bubble", "nanotron"),
+    "megatron-deepspeed": ("megatron-deepspeed", "gpt-neox"),
+    "megatron-flash1": ("flash-attn-training",),
+    "nemo": ("nemo", "megatron-bridge", "primus", "megascale", "hai-llm"),
+    "internevo": ("internevo",),
+    "fsdp": ("fsdp", "llm-foundry", "transformers", "olmo", "automodel"),
+    "fairscale": ("metaseq", "meta-internal"),
+    "torchtitan": ("torchtitan",),
+    "colossalai": ("colossalai",),
+    "jax": ("jax", "maxtext", "paxml"),
+    "shardwise-compiled": ("shardwise",),
+}
 PROGRAMS: dict[str, tuple[tuple[float, str], ...]] = {
     # program: its entries of FRAMEWORKS, each with the year until which it held
     "megatron-lm": ((2022.0, "megatron"), (2023.5, "megatron-2022"), (LATER, "nemo")),
-    "zero-bubble": ((LATER, "megatron-2022"),),
-    "megatron-deepspeed": ((LATER, "megatron-deepspeed"),),
-    "gpt-neox": ((LATER, "megatron-deepspeed"),),
-    "nemo": ((LATER, "nemo"),),
-    "megatron-bridge": ((LATER, "nemo"),),
-    "primus": ((LATER, "nemo"),),
-    "megascale": ((LATER, "nemo"),),
-    "hai-llm": ((LATER, "nemo"),),
-    "nanotron": ((LATER, "megatron-2022"),),
-    "internevo": ((LATER, "internevo"),),
-    "flash-attn-training": ((LATER, "megatron-flash1"),),
-    "fsdp": ((LATER, "fsdp"),),
-    "llm-foundry": ((LATER, "fsdp"),),
-    "transformers": ((LATER, "fsdp"),),
-    "metaseq": ((LATER, "fairscale"),),
-    "meta-internal": ((LATER, "fairscale"),),
-    "olmo": ((LATER, "fsdp"),),
-    "automodel": ((LATER, "fsdp"),),
-    "torchtitan": ((LATER, "torchtitan"),),
     "deepspeed": ((2022.5, "deepspeed-2021"), (LATER, "deepspeed")),
-    "colossalai": ((LATER, "colossalai"),),
-    "jax": ((LATER, "jax"),),
-    "maxtext": ((LATER, "jax"),),
-    "paxml": ((LATER, "jax"),),
-    "shardwise": ((LATER, "shardwise-compiled"),),
+    **{name: ((LATER, entry),) for entry, names in _ONE_ENTRY.items() for name in names},
 }
 ALIASES = {"fairseq": "metaseq", "accelerate": "transformers", "axolotl": "transformers", "pytorch": "fsdp", "t5x": "jax",
            "levanter": "jax", "composer": "llm-foundry", "nemo-framework": "nemo", "megatron": "megatron-lm",
@@ -160,7 +151,8 @@ def framework_of_facts(software: Facts, situation: Situation) -> DeclaredFramewo
         for value, chance in chances[1:]:
             other = declared(base, likely | stated | {key: value}, situation)
             if other != framework:
-                others.append(Alternative(f"{key.replace('_', ' ')} {_said(likely[key])}", chance, other))
+                said = {True: "on", False: "off"}.get(likely[key], likely[key])
+                others.append(Alternative(f"{key.replace('_', ' ')} {said}", chance, other))
     return DeclaredFramework(framework, tuple(others), known)
 
 
@@ -168,10 +160,6 @@ def mixture(others: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Mean and standard deviation of a sum of independent terms, each of which has its value with its chance, and else is 0."""
     mean = sum(chance * value for chance, value in others)
     return mean, math.sqrt(sum(chance * (1.0 - chance) * value**2 for chance, value in others))
-
-
-def _said(value: Any) -> str:
-    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
 
 
 def _open(
