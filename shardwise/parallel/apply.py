@@ -36,7 +36,7 @@ from shardwise.parallel.pipeline import Pipeline, Stage, split_backward
 from shardwise.parallel.shard import Sharder, sharded_modules, uses_ddp, wrap_ddp
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.cost.flops import layers_of_stages
-from shardwise.plan.trainer.handed import handed_bytes
+from shardwise.plan.trainer.ends import handed_bytes
 from shardwise.run import Run
 from shardwise.run.boxes import box_of
 from shardwise.run.derive import (

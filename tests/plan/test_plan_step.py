@@ -100,7 +100,7 @@ def test_a_budget_keeps_as_much_compiled_as_not() -> None:
     def kept(compile: bool) -> tuple[float, int]:
         layout = dict(recompute="budget", recompute_budget=8.0)
         run = on_an_h200({}, layout, seq_len=8192, global_batch=1, compile=compile)
-        repeated = sum(bool(again) for _, again in PlannedRank(run, 0).layers())
+        repeated = sum(bool(again) for again in PlannedRank(run, 0).recomputed.values())
         return plan(run).account.memory.ranks[0]["activations"] / 2**30, repeated
 
     (compiled, fewer), (eager, more) = kept(True), kept(False)
@@ -127,7 +127,7 @@ def test_a_budget_is_a_ranks_of_all_its_stages(layout: dict[str, Any], gib: floa
     )  # whole layers: what keeps none takes the time of full recomputation
     saved = layer_saved(job_of(replace(run, layout=replace(run.layout, recompute="none"))), routed=False)
     for rank in range(0, run.layout.world, 16):
-        layers = list(PlannedRank(run, rank).layers())
+        layers = list(PlannedRank(run, rank).recomputed.items())
         kept = sum(not parts for _, parts in layers)
         assert abs(kept - (1 - share) * 20) <= 2  # a rank has 20 layers, or one more or less
         assert kept * saved <= gib * 2**30
@@ -166,7 +166,7 @@ def test_ranks_with_more_layers_recompute_more_of_them(recompute: str, pipeline:
         time = sum(sum(stage.seconds[RECOMPUTE]) for stage in mine)
         place = PlannedRank(run, rank * run.layout.shard)
         if recompute == "budget":
-            assert time / one == pytest.approx(sum(bool(parts) for _, parts in place.layers()))
+            assert time / one == pytest.approx(sum(bool(parts) for parts in place.recomputed.values()))
         else:
             assert time == pytest.approx(compare_with_greedy(*place.of_budget).seconds)
         seen.append(time)

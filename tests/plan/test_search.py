@@ -305,10 +305,12 @@ def test_memory_that_is_free_is_spent_on_activations_that_are_kept() -> None:
     assert "none" in found.next_changes[0]
     assert best.binds.startswith("arithmetic: ")  # nine tenths of it compute, though the optimizer takes its share
     assert "optimizer" in best.binds
-    again = [parts for _, parts in PlannedRank(best.run, 0).layers() if parts]
+    again = [parts for parts in PlannedRank(best.run, 0).recomputed.values() if parts]
     assert 0 < len(again) < 16
     more = replace(best.run.layout, recompute_budget=best.run.layout.recompute_budget + 2.0)
-    assert len([parts for _, parts in PlannedRank(replace(best.run, layout=more), 0).layers() if parts]) < len(again)
+    assert len([parts for parts in PlannedRank(replace(best.run, layout=more), 0).recomputed.values() if parts]) < len(
+        again
+    )
     assert not plan(replace(best.run, layout=more)).fits
     fixed = replace(run, layout=replace(run.layout, recompute="full", fixed=("recompute",)))
     assert [p.run.layout.recompute for p in search(fixed).ranking] == ["full"]

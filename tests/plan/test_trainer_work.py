@@ -114,8 +114,8 @@ def with_whole_scores(run: Run, rank: int) -> float:
     m, train = run.model, run.train
     v_dim = m.v_dim if m.attention == "latent" else m.head_dim
     place = PlannedRank(run, rank)
-    repeats = sum(1 + bool(again & {"block", "attention"}) for _, again in place.layers())
-    layers = sum(1 for _ in place.layers())
+    repeats = sum(1 + bool(again & {"block", "attention"}) for again in place.recomputed.values())
+    layers = len(place.recomputed)
     pairs = train.seq_len**2 - train.seq_len * (train.seq_len + 1) / 2
     passes = run.accumulation * train.microbatch * (repeats + 2 * layers)
     return work(run, rank).total + 2.0 * passes * pairs * m.heads / run.layout.tensor * (m.head_dim + v_dim)

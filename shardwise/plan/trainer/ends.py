@@ -3,13 +3,15 @@ and of gradients that several ranks have parts of. A part of `traffic.py`."""
 
 from __future__ import annotations
 
-from shardwise.plan.trainer.handed import handed
-from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
-from shardwise.plan.trainer.wire import Wire
-from shardwise.run.derive import JOINED, chunk_bytes, chunk_rows
+from functools import lru_cache
 
-TOKEN = 8
-"""Bytes of a token id."""
+from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank, planned_rank
+from shardwise.plan.trainer.rows import INTEGER
+from shardwise.plan.trainer.saved import saved
+from shardwise.plan.trainer.wire import Wire
+from shardwise.run import Run
+from shardwise.run.derive import JOINED, chunk_bytes, chunk_rows
+from shardwise.schedules import evictions
 
 
 def ends(wire: Wire) -> None:
@@ -49,7 +51,9 @@ def _vocabulary(wire: Wire, shard: int) -> None:
     numbers = 2 if teaches else 2 + planned.targets  # the max, the sum, and the logits of targets
     wire.all_reduce("tensor", numbers * planned.tokens * planned.high_width, n, messages=2 * chunks)
     if teaches:  # each rank's largest logits, and their token ids
-        wire.all_gather("tensor", (planned.targets - 1) * planned.tokens * (planned.high_width + TOKEN), n, messages=2)
+        wire.all_gather(
+            "tensor", (planned.targets - 1) * planned.tokens * (planned.high_width + INTEGER), n, messages=2
+        )
 
 
 def _document_sums(wire: Wire) -> None:
@@ -72,7 +76,7 @@ def pipeline(wire: Wire) -> None:
         away = sum(home[n] != home[stage.number] for n in near)
         wire.send("pipeline", planned.residual, planned.run.stage_microbatches * away)
     if planned.run.layout.schedule == "bpipe" and not wire.forward_only:
-        handed(wire)
+        _handed(wire)
     learns = not planned.run.adapter.used and not wire.forward_only
     if learns and m.tied_embeddings and home[0] != home[-1] and planned.index("pipeline") in (home[0], home[-1]):
         end = planned.stages[0] if planned.stages[0].first else planned.stages[-1]
@@ -82,6 +86,27 @@ def pipeline(wire: Wire) -> None:
             copied = planned.keeps_compute_copies and p.is_gemm_weight
             size = own_numel(planned, p) * (planned.width if copied else planned.high_width) * p.learns
             wire.all_reduce("pipeline", size, count if size else 0, ranks=2)
+
+
+@lru_cache(maxsize=256)
+def handed_bytes(run: Run, rank: int, stage: int) -> int:
+    """Bytes that a stage of this rank, or of its partner in a BPipe pipeline, hands over for a microbatch: its saved tensors,
+    without the output that went on to the next stage (`parallel/activations/handover.py`)."""
+    planned = planned_rank(run, rank)
+    away = planned.placement[stage] - planned.index("pipeline")
+    home = planned_rank(run, rank + away * run.layout.world // run.layout.pipeline)
+    return next(saved(home, one).whole for one in home.stages if one.number == stage) - home.residual
+
+
+def _handed(wire: Wire) -> None:
+    """Microbatches that the rank evicts to its partner, and those of the partner that it sends back."""
+    planned, run = wire.planned, wire.planned.run
+    ranks, mine = run.layout.pipeline, planned.index("pipeline")
+    for rank in {mine, ranks - 1 - mine}:
+        if 2 * rank < ranks and (count := evictions(ranks, rank, run.accumulation)):
+            wire.send("pipeline", handed_bytes(run, planned.rank, rank), count)
+            if rank == mine and run.model.experts:  # the size of each goes before it
+                wire.send("pipeline", INTEGER, count)
 
 
 def uncut_gradients(wire: Wire) -> None:

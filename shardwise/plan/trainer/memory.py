@@ -238,7 +238,7 @@ def _gradients_beyond(place: PlannedRank) -> float:
 def _saved_behind(place: PlannedRank) -> float:
     """Bytes saved by the layers after the last recomputed one."""
     run = place.run
-    layers = list(place.layers())
+    layers = list(place.recomputed.items())
     recomputed = [number for number, (_, flops) in enumerate(layers) if flops]
     behind = Counter(run.model.is_moe(number) for number, _ in (layers[recomputed[-1] + 1 :] if recomputed else []))
     if not behind:

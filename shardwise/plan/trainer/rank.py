@@ -4,7 +4,7 @@ before ZeRO. `parallel/` makes the same decisions with tensors, from the same `r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -76,13 +76,12 @@ class PlannedParameter:
 
     def shard_numel(self, ranks: int) -> int:
         """Elements of a padded shard: an equal share of the rows; for experts, of the first dimension that divides evenly."""
-        length, rest = self._sharded(ranks)
-        return -(-length // ranks) * rest
+        dim = self.shard_dim(ranks)
+        return -(-self.shape[dim] // ranks) * math.prod(self.shape[:dim] + self.shape[dim + 1 :])
 
     def own_numel(self, ranks: int, rank: int) -> int:
         """Elements of a rank's shard without the padding."""
-        length, rest = self._sharded(ranks)
-        return shard_length(length, ranks, rank) * rest
+        return math.prod(self.own_shape(ranks, rank))
 
     def own_shape(self, ranks: int, rank: int) -> tuple[int, ...]:
         """The shape of a rank's shard without the padding."""
@@ -92,11 +91,6 @@ class PlannedParameter:
     def shard_dim(self, ranks: int) -> int:
         """The dimension that is sharded."""
         return shard_dim(self.shape, ranks) if self.entry.routed else 0
-
-    def _sharded(self, ranks: int) -> tuple[int, int]:
-        """The length of the sharded dimension, and the product of all others."""
-        dim = self.shard_dim(ranks)
-        return self.shape[dim], math.prod(self.shape[:dim] + self.shape[dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -327,10 +321,6 @@ class PlannedRank:
         """The arguments of the functions in `budgeted.py`: the run, the rank's layers, and the bytes that enter each layer."""
         entering = self.tokens * self.run.model.hidden * self.width / self.run.layout.tensor
         return self.run, [layer for stage in self.stages for layer in stage.layers], entering
-
-    def layers(self) -> Iterable[tuple[int, frozenset[str]]]:
-        """The layers of this rank and their recomputed parts, one by one."""
-        return self.recomputed.items()
 
     def local(self, entries: tuple[Parameter, ...]) -> tuple[PlannedParameter, ...]:
         """Parameters of the table as this rank holds them."""

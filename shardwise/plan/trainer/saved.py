@@ -128,36 +128,33 @@ def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved
     if stage.layers and windowed and run.layout.context > 1 and run.layout.context_method != "ulysses":
         tape.save_new("bounds", run.train.seq_len, INDEX)
     masked = windowed and not uses_varlen_attention(run, gpu=planned.fused)
-    more: int | Fraction = 0
-    left_out: int | Fraction = 0
-    left_out_deferred: int | Fraction = 0
-    away: int | Fraction = 0
-    before: tuple[int | Fraction, ...] = (0, 0, 0)
+    recomputes: int | Fraction = 0
+    left_out: list[int | Fraction] = [0, 0, 0]
+    before = tape.totals
     for layers, recomputed in _alike(recomputed_parts(planned, stage), m.is_moe, listed=rows is not None):
         tape.recomputed = recomputed
         for n, layer in enumerate(layers[:FEW]):
             tape.prefix = f"{layer} "
-            if len(layers) > FEW and n == FEW - 1:
-                before = (tape.total, sum(tape.deferred.values()), tape.total_away)
+            if n == FEW - 1:
+                before = tape.totals
             if recomputed:
-                more = max(more, _recomputed_bytes(tape, x, layer, rows))
+                recomputes = max(recomputes, _recomputed_bytes(tape, x, layer, rows))
             x = block(tape, x, layer, rows)
             if recomputed & {"block", "attention"} and run.layout.context == 1 and masked:
                 tape.sizes["mask"] = run.train.seq_len**2
                 tape.save("mask")
         if len(layers) > FEW:
-            left_out += (len(layers) - FEW) * (tape.total - before[0])
-            left_out_deferred += (len(layers) - FEW) * (sum(tape.deferred.values()) - before[1])
-            away += (len(layers) - FEW) * (tape.total_away - before[2])
+            each = (now - then for now, then in zip(tape.totals, before, strict=True))
+            left_out = [size + (len(layers) - FEW) * more for size, more in zip(left_out, each, strict=True)]
     tape.prefix, tape.recomputed = "", frozenset()
-    deferred = sum(tape.deferred.values()) + left_out_deferred
     if any(m.is_moe(layer) for layer in stage.layers):
         tape.save_new("auxiliary losses", 3, planned.high_width)
     if stage.last:
         loss(tape, x)
     else:
         tape.save(x)
-    return Saved(round(tape.total + left_out), round(deferred), round(more), round(tape.total_away + away))
+    whole, deferred, away = (round(size + more) for size, more in zip(tape.totals, left_out, strict=True))
+    return Saved(whole, deferred, round(recomputes), away)
 
 
 def _alike(
@@ -176,7 +173,7 @@ def _recomputed_bytes(tape: Tape, x: str, layer: int, rows: Rows | None) -> int 
     for recomputed in (frozenset[str](), tape.recomputed):
         alone = replace(tape, sizes={x: 0}, saved=set(), deferred={}, made={}, away={}, recomputed=recomputed)
         block(alone, x, layer, rows)
-        sizes.append(alone.total)
+        sizes.append(alone.totals[0])
     return sizes[0] - sizes[1]
 
 
@@ -194,28 +191,24 @@ def loss(tape: Tape, x: str) -> None:
     tape.parameters = {p.entry.name: p for p in planned.outer_parameters(stage)}
     head = planned.vocabulary(stage)
     normed = norm(tape, x, "norm", planned.local_tokens)
+    tape.save_new("loss", 1, high)
     if planned.chunked:  # the gradients of its input and of the head are made in the forward pass
         tape.save_new("gradient of the head's input", planned.tokens * head.shape[1])
         if head.learns:
             tape.save_new("gradient of the head", head.numel, high)
-        tape.save_new("loss", 1, high)
-        return
-    if planned.objective.scores:
+    elif planned.objective.scores:
         tape.save(normed)
         tape.save_new("gradient of scores", planned.local_tokens, high)
-        tape.save_new("loss", 1, high)
-        return
-    if planned.objective.logprobs:  # the logits are recomputed from the head's input
+    elif planned.objective.logprobs:  # the logits are recomputed from the head's input
         tape.save(gathered(tape, normed, "head input"))
         tape.save_new("log-sum-exp and the gradient of log-probabilities", (1 + planned.targets) * planned.tokens, high)
         if planned.objective.teacher:
             tape.save_new("the tokens of both", planned.targets * planned.tokens, INTEGER)
-        tape.save_new("loss", 1, high)
-        return
-    linear(tape, gathered(tape, normed, "head input"), head.entry.name.removesuffix(".weight"))
-    tape.save_new("probabilities", planned.tokens * head.shape[0], high)
-    alone = planned.run.layout.tensor == 1
-    tape.save_new("loss", 2 if alone else 1, high)
-    if not alone:
-        tape.save_new("target rows", planned.tokens, INTEGER)
-        tape.save_new("targets local and counted", 2 * planned.tokens, 1)
+    else:
+        linear(tape, gathered(tape, normed, "head input"), head.entry.name.removesuffix(".weight"))
+        tape.save_new("probabilities", planned.tokens * head.shape[0], high)
+        if planned.run.layout.tensor == 1:
+            tape.save_new("total weight", 1, high)  # of PyTorch's `nll_loss`
+        else:
+            tape.save_new("target rows", planned.tokens, INTEGER)
+            tape.save_new("targets local and counted", 2 * planned.tokens, 1)

@@ -169,7 +169,7 @@ def core(tape: Tape, heads: Heads) -> str:
     c, batch, length = planned.size("context"), planned.run.train.microbatch, planned.run.train.seq_len
     flat = tape.make("attended", planned.tokens * heads.queries * heads.v_width)
     if c == 1:
-        return fused_attention(tape, heads, flat, length, length)
+        return fused_attention(tape, heads, flat)
     if lay.context_method in ("ring", "gather"):
         k, v = heads.k, heads.v
         if lay.context_method == "gather":
@@ -187,30 +187,30 @@ def core(tape: Tape, heads: Heads) -> str:
     k = tape.make("dealt k", batch * length * keys * heads.width)
     v = tape.make("dealt v", batch * length * keys * heads.v_width)
     dealt = replace(heads, queries=queries, keys=keys, q=q, k=k, v=v)
-    fused_attention(tape, dealt, tape.make("dealt out", batch * length * queries * heads.v_width), length, length)
+    fused_attention(tape, dealt, tape.make("dealt out", batch * length * queries * heads.v_width))
     return flat
 
 
-def fused_attention(tape: Tape, heads: Heads, out: str, queries: int, keys: int) -> str:
-    """One call of PyTorch's attention with this many queries and keys in each sequence; returns the name of its output."""
-    m, batch, high = tape.planned.run.model, tape.planned.run.train.microbatch, tape.planned.high_width
+def fused_attention(tape: Tape, heads: Heads, out: str) -> str:
+    """One call of PyTorch's attention on whole sequences; returns the name of its output."""
+    m, train, high = tape.planned.run.model, tape.planned.run.train, tape.planned.high_width
     composed = _composes(tape, heads)
     # The output projection copies composed attention's output of several heads, and saves the copy.
     if not composed or heads.queries == 1:
         tape.rematerialized("attended", out, heads.q, heads.k, heads.v)
     if composed:
-        _composed_attention(tape, heads, queries, keys)
+        _composed_attention(tape, heads)
         return out
     tape.save(heads.q, heads.k, heads.v, out)
-    tape.save_new("log sums", batch * queries * heads.queries, high)
-    windowed = 0 < m.sliding_window < keys
+    tape.save_new("log sums", train.microbatch * train.seq_len * heads.queries, high)
+    windowed = 0 < m.sliding_window < train.seq_len
     varlen = windowed and uses_varlen_attention(tape.planned.run, gpu=tape.planned.fused)
     if tape.planned.fused:
         tape.save_new("random state", 3 if varlen else 2, INTEGER)
     if varlen:
-        tape.save_new("cu_seqlens", batch + 1, 4)
+        tape.save_new("cu_seqlens", train.microbatch + 1, 4)
     elif windowed:
-        tape.save_new("mask", queries * keys)
+        tape.save_new("mask", train.seq_len**2)
     return out
 
 
@@ -225,13 +225,13 @@ def _composes(tape: Tape, heads: Heads) -> bool:
     return heads.keys != heads.queries or tape.planned.width == 8
 
 
-def _composed_attention(tape: Tape, heads: Heads, queries: int, keys: int) -> None:
-    batch, high = tape.planned.run.train.microbatch, tape.planned.high_width
-    tape.save_new("scaled q", batch * queries * heads.queries * heads.width, high)
-    tape.save_new("scaled k", batch * keys * heads.queries * heads.width, high)
-    tape.save_new("scores", batch * heads.queries * queries * keys, high)
+def _composed_attention(tape: Tape, heads: Heads) -> None:
+    batch, length, high = tape.planned.run.train.microbatch, tape.planned.run.train.seq_len, tape.planned.high_width
+    tape.save_new("scaled q", batch * length * heads.queries * heads.width, high)
+    tape.save_new("scaled k", batch * length * heads.queries * heads.width, high)
+    tape.save_new("scores", batch * heads.queries * length**2, high)
     if tape.low_precision or heads.keys != heads.queries or (batch > 1 and heads.queries > 1):
-        tape.save_new("scaled v", batch * keys * heads.queries * heads.v_width, high)
+        tape.save_new("scaled v", batch * length * heads.queries * heads.v_width, high)
     else:  # values of one sequence or one head have the GEMM's memory layout; grouped ones are repeated
         tape.save(heads.v)
 

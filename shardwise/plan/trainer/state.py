@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from shardwise.plan.cost.host import STEP_COUNT, HostBytes, device_width, gradients_in_flight, host_bytes
 from shardwise.plan.trainer import compression
-from shardwise.plan.trainer.handed import handed_bytes
+from shardwise.plan.trainer.ends import handed_bytes
 from shardwise.plan.trainer.rank import WIDTHS, PlannedRank, planned_rank, reference_run
 from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.saved import Saved, recomputed_parts, saved
@@ -215,7 +215,7 @@ def gathered(planned: PlannedRank) -> int:
         stays = [(1, parameter) for stage in planned.stages for parameter in planned.outer_parameters(stage)]
     else:
         return _prefetched(planned)
-    total = sum(secondary_bytes(planned, planned.layer_parameters(run.model.is_moe(n))) for n, _ in planned.layers())
+    total = sum(secondary_bytes(planned, planned.layer_parameters(run.model.is_moe(n))) for n in planned.recomputed)
     for count, parameter in stays:
         ranks, _ = planned.sharding(parameter)
         alone = parameter.entry.routed and ranks == planned.sharding_replicas == 1 and not run.layout.offload
@@ -353,7 +353,7 @@ def compiled_away(planned: PlannedRank) -> float:
     m, lay = planned.run.model, planned.run.layout
     if not m.gated:
         return 0.0
-    kept = [m.is_moe(layer) for layer, recomputed in planned.layers() if not recomputed]
+    kept = [m.is_moe(layer) for layer, recomputed in planned.recomputed.items() if not recomputed]
     dense = kept.count(False) * planned.tokens * m.ffn // lay.tensor
     width = m.expert_ffn // (lay.tensor if lay.expert_tensor else 1)
     tokens = planned.local_tokens * (lay.tensor if lay.expert_tensor else 1)

@@ -105,11 +105,7 @@ class Tape:
         self.discarding = False
 
     @property
-    def total(self) -> int | Fraction:
-        """Bytes of all saved tensors."""
-        return sum(self.sizes[name] for name in self.saved)
-
-    @property
-    def total_away(self) -> int | Fraction:
-        """Bytes of the saved tensors that are offloaded."""
-        return sum(self.away.get(name, 0) for name in self.saved)
+    def totals(self) -> tuple[int | Fraction, int | Fraction, int | Fraction]:
+        """Bytes of all saved tensors, of those that are deferred, and of saved ones that are offloaded."""
+        saved, away = (sum(sizes.get(name, 0) for name in self.saved) for sizes in (self.sizes, self.away))
+        return saved, sum(self.deferred.values()), away

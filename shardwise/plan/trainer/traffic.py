@@ -228,7 +228,7 @@ def layers(wire: Wire, moved: Mapping[int, Moved] | None) -> None:
     """The traffic inside of the layers: forward, backward and recomputation. Identical layers are counted together."""
     planned, m = wire.planned, wire.planned.run.model
     counts: dict[tuple[bool, frozenset[str]], list[int]] = {}
-    for layer, recomputed in planned.layers():
+    for layer, recomputed in planned.recomputed.items():
         counts.setdefault((m.is_moe(layer), recomputed), []).append(layer)
     for (moe, recomputed), alike in counts.items():
         calls = planned.run.stage_microbatches * len(alike)

@@ -88,7 +88,7 @@ def work(run: Run, rank: int | None = None) -> Work:
 def _gemms(planned: PlannedRank) -> Iterator[tuple[int, GemmFlops, frozenset[str]]]:
     """Every GEMM of a rank, once for identical layers: their count, the GEMM, and which parts of these layers are recomputed."""
     counts: dict[tuple[bool, frozenset[str]], int] = {}
-    for layer, recomputed in planned.layers():
+    for layer, recomputed in planned.recomputed.items():
         kind = planned.run.model.is_moe(layer), recomputed
         counts[kind] = counts.get(kind, 0) + 1
     for (moe, recomputed), times in counts.items():
