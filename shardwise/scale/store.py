@@ -49,11 +49,6 @@ def from_json(path: str | Path) -> tuple[Fit, dict[str, Any]]:
     place = str(path)
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as e:
-        raise UserError(Problem(f"cannot be read: {e.strerror or e}", where=place)) from None
-    except (ValueError, RecursionError):
-        raise UserError(Problem("is not a fit: `shardwise scale fit` writes one", where=place)) from None
-    try:
         if found["version"] != VERSION:
             raise UserError(
                 Problem(f"is of version {found['version']}; this program reads {VERSION}: fit again", where=place)
@@ -64,7 +59,9 @@ def from_json(path: str | Path) -> tuple[Fit, dict[str, Any]]:
         best = laws[0]
         residuals = np.log(points.loss) - log_loss(best.name, best.theta, points.params, points.tokens, x0, y0)[0]
         fitted = Fit(laws, points, left_out, x0, y0, residuals, float(found["widening"]), list(found["notes"]))
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+    except OSError as e:
+        raise UserError(Problem(f"cannot be read: {e.strerror or e}", where=place)) from None
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError):
         raise UserError(Problem("is not a fit: `shardwise scale fit` writes one", where=place)) from None
     return fitted, found
 

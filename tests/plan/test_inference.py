@@ -27,7 +27,7 @@ from shardwise.plan.serving.cost import (
     weight_bytes,
 )
 from shardwise.plan.serving.engines import ENGINES, FORMATS
-from shardwise.plan.serving.inference import cache_width, constants_of, fitted_inference
+from shardwise.plan.serving.inference import constants_of, fitted_inference
 from shardwise.plan.serving.loads import Load, prepare, quantities
 from shardwise.run import PRESETS, ModelConfig
 from shardwise.run.derive import derive_model
@@ -40,9 +40,9 @@ def answer(
     output_len: int = 128, precision: str = "bf16",
 ) -> dict[str, Any]:  # fmt: skip
     """A batch that starts and ends together, on TensorRT-LLM."""
-    form = FORMATS[precision]
+    form, cache = FORMATS[precision], 1.0 if precision in ("fp8", "fp4") else 2.0
     serving = Serving(
-        model, cluster or make_cluster("h100", 1), ENGINES["trtllm"], form, form, cache_width(precision), tensor, pipeline,
+        model, cluster or make_cluster("h100", 1), ENGINES["trtllm"], form, form, cache, tensor, pipeline,
         expert_tensor=tensor,
     )  # fmt: skip
     prepared = prepare(serving, Load("static", batch, input_len, output_len))

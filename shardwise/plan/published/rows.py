@@ -281,12 +281,11 @@ def job_of_row(row: Row) -> RowJob:
 def _own_job(row: Row) -> RowJob:
     """The job of a row measured with this project's trainer: the one that its own run is planned as."""
     try:
-        declared = DeclaredFramework((job := job_of(own_run(row))).framework)
+        return RowJob(job_of(own_run(row)), ())
     except KeyError as missing:
         raise Unsupported(f"a row of this trainer without {missing.args[0]}") from None
     except UserError as problem:
         raise Unsupported(str(problem)) from None
-    return RowJob(job, (), declared.alternatives, declared.known)
 
 
 OWN_KEYS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "experts_per_token", "expert_ffn",

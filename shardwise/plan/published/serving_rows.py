@@ -10,7 +10,6 @@ import re
 from shardwise.plan.published.rows import Row, Unsupported, cluster_of_row, model_of
 from shardwise.plan.serving.cost import Serving, experts_hit, weight_bytes
 from shardwise.plan.serving.engines import ENGINES, FORMATS, Engine
-from shardwise.plan.serving.inference import cache_width
 from shardwise.plan.serving.loads import Load
 from shardwise.run import ModelConfig
 
@@ -47,17 +46,10 @@ def serving_of_row(row: Row) -> tuple[Serving, Load, tuple[str, ...]]:
     if "alternating" in str(row["model"].get("window")):
         windowed = (0.5, int(re.findall(r"\d+", row["model"]["window"])[0]))
     engine = ENGINES[_engine_name(row)]
-    serving = Serving(
-        model=model,
-        cluster=cluster,
-        engine=engine,
-        weights=FORMATS[precision],
-        attention_weights=FORMATS["bf16" if _bf16_attention(model, precision) else precision],
-        cache_bytes=_cache_bytes(row, precision, engine),
-        windowed=windowed,
-        head=None,
-        **ranks,
-    )
+    # Published 4-bit checkpoints of MoE models (DeepSeek-R1, gpt-oss) leave attention in 16 bits.
+    attention = "bf16" if precision == "fp4" and model.experts else precision
+    cache = _cache_bytes(row, precision, engine)
+    serving = Serving(model, cluster, engine, FORMATS[precision], FORMATS[attention], cache, windowed=windowed, **ranks)
     load = _load(row, note)
     _check_by_itself(row, serving, load)
     return serving, load, tuple(assumed)
@@ -96,14 +88,10 @@ def _engine_name(row: Row) -> str:
 
 
 def _cache_bytes(row: Row, precision: str, engine: Engine) -> float:
-    """Bytes per element of the KV cache, as declared, else the engine's default with such weights."""
-    usual = cache_width(precision) if engine.narrow_cache else 2.0
+    """Bytes per element of the KV cache, as declared, else the engine's default with such weights: published fp8 and fp4
+    checkpoints come with an 8-bit cache."""
+    usual = 1.0 if engine.narrow_cache and precision in ("fp8", "fp4") else 2.0
     return CACHES.get(str((row.get("software") or {}).get("kv_dtype")), usual)
-
-
-def _bf16_attention(model: ModelConfig, precision: str) -> bool:
-    """Published 4-bit checkpoints of MoE models (DeepSeek-R1, gpt-oss) leave attention in 16 bits."""
-    return precision == "fp4" and bool(model.experts)
 
 
 def _ranks(row: Row, model: ModelConfig, assumed: list[str]) -> dict[str, int]:

@@ -58,8 +58,3 @@ def groups_of(s: Serving) -> dict[str, str]:
 def constants_of(s: Serving, effects: Mapping[str, float]) -> dict[str, float]:
     """The constants of a serving setup; `effects` are logarithms by "name" and "name/kind:value"."""
     return scaled(NAMES, groups_of(s), effects)
-
-
-def cache_width(precision: str) -> float:
-    """Bytes per element of the KV cache: published fp8 and fp4 checkpoints come with an 8-bit cache."""
-    return 1.0 if precision in ("fp8", "fp4") else 2.0
