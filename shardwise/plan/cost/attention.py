@@ -27,12 +27,12 @@ def attention_core(ops: OpList, heads: Number, kv_heads: Number, head_dim: int, 
     if framework.attention == "unfused":
         full = 2.0 * batch * heads * queries * length
         for name, columns, inner in (("scores", length, head_dim), ("values", v_dim, length)):
-            width, saved = (head_dim, inputs) if name == "scores" else (v_dim, 0.0)
+            dim, saved = (head_dim, inputs) if name == "scores" else (v_dim, 0.0)
             sizes = (queries, columns, inner), (queries, inner, columns), (inner, columns, queries)
             one, two, three = (
-                gemm_seconds(chip, *mnk, job.dtype, count=batch * heads) / alignment(width) for mnk in sizes
+                gemm_seconds(chip, *mnk, job.dtype, count=batch * heads) / alignment(dim) for mnk in sizes
             )
-            flops = full * width
+            flops = full * dim
             seconds, by_pass = (one, two + three, 0.0), (flops, 2 * flops, 0.0)
             ops.append(
                 Op(name, "attention", "attention", seconds, by_pass, saved=saved, saved_inputs=saved,
