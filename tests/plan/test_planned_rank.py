@@ -140,7 +140,9 @@ def test_ranks_that_are_counted_together_hold_and_send_what_each_does_alone(name
     memory._standing.cache_clear()
     assert memory_of(other, job_of(other)).ranks == after
     assert memory_that_fits(other, job_of(other)) == memory_of(other, job_of(other))
-    most = max((by_group(PlannedRank(run, rank)) for rank in ranks), key=lambda sent: sum(one.bytes for one in sent.values()))
+    most = max(
+        (by_group(PlannedRank(run, rank)) for rank in ranks), key=lambda sent: sum(one.bytes for one in sent.values())
+    )
     assert traffic(run) == ledger(most)
 
 
