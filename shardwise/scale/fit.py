@@ -115,7 +115,7 @@ def fit(
     found, errors, notes = [], {}, []
     sizes = len(groups(kept.params, 0.1))  # within a tenth of each other they count once
     usable = [name for name in forms if sizes >= LAWS[name].sizes]
-    for name in set(forms) - set(usable):
+    for name in (each for each in forms if each not in usable):
         notes.append(f"{name} needs {LAWS[name].sizes} sizes of model, and there are {sizes}: it was not fitted")
     if not usable:
         raise UserError(*notes)
