@@ -97,7 +97,8 @@ def test_few_points_are_refused() -> None:
         fit(points.chosen(np.arange(25) < 4))
     with pytest.raises(UserError, match="same params"):
         fit(points.chosen(points.params == 1e8).chosen(np.ones(5, bool)), ("kaplan",))
-    with pytest.raises(UserError, match=r"chinchilla needs 4 sizes(.|\n)*over-training needs 3 sizes"):  # in every process
+    # In the order of the forms, in every process.
+    with pytest.raises(UserError, match=r"chinchilla needs 4 sizes(.|\n)*over-training needs 3 sizes"):
         fit(points.chosen(points.params < 3e8))
 
 
