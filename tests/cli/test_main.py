@@ -157,6 +157,13 @@ def test_a_load_that_is_nested_too_deeply_gets_a_sentence(tmp_path: Path, capsys
     assert capsys.readouterr().err == f"error: {deep}: --load: is nested too deeply to be a load\n"
 
 
+def test_rows_that_are_nested_too_deeply_are_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text("[" * 200_000)
+    assert main(["validate", str(path)]) == 2
+    assert "is nested too deeply" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [

@@ -1,11 +1,13 @@
-"""Argument types shared by several verbs; a bad value is rejected before anything starts."""
+"""Argument types shared by several verbs, where a bad value is rejected before anything starts; files that the user named."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from shardwise.run.problems import Problem, UserError
 
@@ -36,6 +38,19 @@ def new_file(text: str) -> str:
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f'there is no folder "{path.parent}" to write "{path.name}" to')
     return text
+
+
+def read_json(path: str, what: str, option: str = "") -> Any:
+    """The content of a JSON file; `what` it should be, such as "a load"."""
+    try:
+        return json.loads(Path(path).read_text("utf-8"))
+    except OSError as e:
+        reason = f"cannot be read: {e.strerror}"
+    except ValueError as e:
+        reason = f"is not JSON: {e}"
+    except RecursionError:
+        reason = f"is nested too deeply to be {what}"
+    raise UserError(Problem(reason, option, path))
 
 
 def write_file(path: str | Path, content: bytes) -> None:

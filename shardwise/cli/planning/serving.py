@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.machinery.options import write_file
+from shardwise.cli.machinery.options import read_json, write_file
 from shardwise.cli.machinery.terminal import show_comparison
 from shardwise.run import AXES, Problem, Run, UserError
 
@@ -118,7 +117,10 @@ def verify_serving(args: argparse.Namespace, run: Run) -> int:
     if run.layout.auto:
         raise UserError(Problem("a layout has to be given: a load is measured on one", "layout", "command line"))
     if args.load:
-        return show_verdict(verdict_of(run, read_load(args.load)), args.json, args.time, args.html)
+        from shardwise.plan.serving.verdict import load_from_json
+
+        measured = load_from_json(read_json(args.load, "a load", "--load"), args.load)
+        return show_verdict(verdict_of(run, measured), args.json, args.time, args.html)
     if run.layout.world > 1:
         reason = "the engine of one device is measured here; a server of more is by `shardwise load URL --plan RUN`"
         raise UserError(Problem(reason, "layout"))
@@ -128,20 +130,6 @@ def verify_serving(args: argparse.Namespace, run: Run) -> int:
     with progress_line() as say:
         verdict = verify_load(run, say)
     return show_verdict(verdict, args.json, args.time, args.html)
-
-
-def read_load(path: str) -> ServedLoad:
-    """A load measured by `shardwise load --json`."""
-    from shardwise.plan.serving.verdict import load_from_json
-
-    try:
-        return load_from_json(json.loads(Path(path).read_text("utf-8")), path)
-    except OSError as e:
-        raise UserError(Problem(f"cannot be read: {e.strerror}", "--load", path)) from None
-    except ValueError as e:
-        raise UserError(Problem(f"is not JSON: {e}", "--load", path)) from None
-    except RecursionError:
-        raise UserError(Problem("is nested too deeply to be a load", "--load", path)) from None
 
 
 def verdict_of(run: Run, measured: ServedLoad) -> LoadVerdict:

@@ -6,10 +6,9 @@ import argparse
 import json
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.machinery.options import at_least
+from shardwise.cli.machinery.options import at_least, read_json
 from shardwise.run import Problem, UserError
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def execute(args: argparse.Namespace) -> int:
     from shardwise.plan.published.rows import published
     from shardwise.plan.published.validate import validate
 
-    rows = [row for path in args.rows for row in _read(Path(path))]
+    rows = [row for path in args.rows for row in _read(path)]
     if not args.rows:
         rows = [row for kind in (*KINDS, "own") for row in published(kind)]
     program = args.without == "framework"
@@ -62,21 +61,16 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: str) -> list[dict[str, Any]]:
     """The rows of a file, checked."""
-    try:
-        rows = json.loads(path.read_text("utf-8"))
-    except OSError as e:
-        raise UserError(Problem(f"cannot be read: {e.strerror}", where=str(path))) from None
-    except ValueError as e:
-        raise UserError(Problem(f"is not JSON: {e}", where=str(path))) from None
+    rows = read_json(path, "a list of rows")
     if not isinstance(rows, list):
-        raise UserError(Problem("is not a list of rows", where=str(path)))
+        raise UserError(Problem("is not a list of rows", where=path))
     problems = []
     for n, row in enumerate(rows):
         missing = [key for key in NEEDED if not isinstance(row, dict) or key not in row]
         if missing:
-            problems.append(Problem(f"row {n} has no {', '.join(missing)}", where=str(path)))
+            problems.append(Problem(f"row {n} has no {', '.join(missing)}", where=path))
     if problems:
         raise UserError(*problems[:20])
     return rows
