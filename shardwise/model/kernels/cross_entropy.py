@@ -19,17 +19,9 @@ PROGRAMS = 2
 
 @triton.jit
 def _rows(  # type: ignore[no-untyped-def]
-    scores,
-    targets,
-    losses,
-    rows,
-    stride,
-    VOCABULARY: tl.constexpr,
-    IGNORE_INDEX: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    TURNS: tl.constexpr,
-):
+    scores, targets, losses, rows, stride,
+    VOCABULARY: tl.constexpr, IGNORE_INDEX: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
     for turn in range(TURNS):
         row = (tl.program_id(0) + turn * tl.num_programs(0)).to(tl.int64)
         if row < rows:

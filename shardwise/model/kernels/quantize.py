@@ -69,19 +69,9 @@ def _amax(x, out, numel, SCAN: tl.constexpr, SCANS: tl.constexpr):  # type: igno
 
 @triton.jit
 def _cast(  # type: ignore[no-untyped-def]
-    x,
-    amax,
-    plain,
-    transposed,
-    scale,
-    rows,
-    columns,
-    TOP: tl.constexpr,
-    PLAIN: tl.constexpr,
-    TURNED: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    x, amax, plain, transposed, scale, rows, columns,
+    TOP: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     across = tl.cdiv(columns, WIDTH)
     tile = tl.program_id(0)
     bits = tl.load(amax)
@@ -118,15 +108,7 @@ def _cast_row(x, out, scale, COLUMNS: tl.constexpr, TOP: tl.constexpr, ROW: tl.c
 
 @triton.jit
 def _transpose(  # type: ignore[no-untyped-def]
-    x,
-    scale,
-    out,
-    out_scale,
-    columns,
-    ROWS: tl.constexpr,
-    TOP: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
+    x, scale, out, out_scale, columns, ROWS: tl.constexpr, TOP: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
 ):
     column = (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
     highest = tl.zeros((WIDTH,), tl.int32)

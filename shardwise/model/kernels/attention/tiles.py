@@ -39,12 +39,7 @@ DECODE = {"few": DecodeTile(64, 4, 3), "some": DecodeTile(64, 4, 3), "many": Dec
 """By the number of sequences, the fastest on an H200 (`benchmarks/gpu/attention_tiles.py`)."""
 PROMPT = PromptTile(64, 64, 4, 3)
 """The same for prefill, for heads of up to 128 elements."""
-MORE_DECODE = (
-    DecodeTile(64, 4, 2),
-    DecodeTile(64, 4, 3),
-    DecodeTile(64, 2, 3),
-    DecodeTile(128, 4, 2),
-)
+MORE_DECODE = (DecodeTile(64, 4, 2), DecodeTile(64, 4, 3), DecodeTile(64, 2, 3), DecodeTile(128, 4, 2))
 MORE_PROMPT = (PromptTile(128, 64, 8, 3), PromptTile(64, 32, 4, 4))
 """Other tiles to try."""
 

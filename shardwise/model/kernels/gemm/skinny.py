@@ -65,11 +65,7 @@ def _skinny(  # type: ignore[no-untyped-def]
 
 
 def skinny_gemm(
-    x: Tensor,
-    weight: Tensor,
-    norm: tuple[Tensor, float] | None = None,
-    residual: Tensor | None = None,
-    gated: str = "",
+    x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None = None, residual: Tensor | None = None, gated: str = ""
 ) -> Tensor:
     """A row [1, in] times a matrix [out, in]. `norm` is the weight of an RMSNorm of the input and its epsilon; the result is added
     to `residual`; with `gated`, "silu" or "gelu", the matrix is a gate matrix followed by an up matrix."""
@@ -87,11 +83,7 @@ def skinny_gemm(
 
 
 def skinny_gemm_reference(
-    x: Tensor,
-    weight: Tensor,
-    norm: tuple[Tensor, float] | None = None,
-    residual: Tensor | None = None,
-    gated: str = "",
+    x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None = None, residual: Tensor | None = None, gated: str = ""
 ) -> Tensor:
     """The same in PyTorch's operators."""
     if norm is not None:
