@@ -127,9 +127,10 @@ def score(
     long = [max(next(lengths) for _ in questions[n].choices) > answerer.longest for n in chosen]
     long += [len(each.prompt) > answerer.room(max_tokens) for each in wanted]
     figures = {"exact_match": matches, "acc": by_sum, "acc_norm": by_letter}
-    means_of = {name: sum(values) / len(values) for name, values in figures.items() if values}
+    shares = [sum(values) / len(values) if values else None for values in figures.values()]
     errors = {name: _error(values) for name, values in figures.items() if values}
-    return Score(*(means_of.get(name) for name in figures), len(asked), len(chosen), errors, said, sum(long))
+    exact_match, acc, acc_norm = shares
+    return Score(exact_match, acc, acc_norm, len(asked), len(chosen), errors, said, sum(long))
 
 
 def _best(values: Sequence[float]) -> int:
