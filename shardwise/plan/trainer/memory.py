@@ -112,9 +112,9 @@ def _rank_memory(place: PlannedRank, job: Job, estimate: _Estimated, same: _Alik
     owners = {**estimated, **owners}
     updating = owners | standing.updating
     reducing = owners | {"activations": 0.0, "logits": 0.0}
-    both = _split_peak(place, same.saves)
+    both = _split_peak(place, same.saves) or _in_turn_peak(place, same.saves)
     if both is not None:
-        owners |= {"activations": float(both[0]), "gradients": float(both[1])}
+        owners |= {"activations": both[0] * same.saved, "gradients": float(both[1])}
     owners = _peak(owners, run, same, estimate)
     owners = max(owners, updating, reducing, key=lambda moment: sum(moment.values()))
     owners["workspace"] = formulas.workspace(job, owners)
@@ -147,6 +147,28 @@ def _split_peak(planned: PlannedRank, each: Sequence[Saved]) -> tuple[int, int] 
             if at in waiting or kind == "B":  # the pass adds up what is there
                 adding.add(at)
                 waiting.discard(at)
+    return max(moments, key=sum)
+
+
+def _in_turn_peak(planned: PlannedRank, each: Sequence[Saved]) -> tuple[int, int] | None:
+    """The same where gradients are reduced once a step, and too few microbatches follow one another for a rank to have the
+    gradients of all its stages while it also has the most activations."""
+    run, lay = planned.run, planned.run.layout
+    few = 1 < run.stage_microbatches < 2 * lay.pipeline or lay.schedule == "breadth-first"
+    once = planned.is_sharded and lay.zero == 1 and not (planned.splits_backward or run.memory.hosts_optimizer)
+    if lay.pipeline == 1 or not (few and once) or planned.schedule.partners or lay.asynchronous:
+        return None
+    whole, _ = state.by_number(planned, each)
+    gradients = iter(state.gradients_behind_passes(planned))
+    held, made = 0, next(gradients)
+    moments = []
+    for kind, stage, _ in planned.schedule.ranks[planned.index("pipeline")]:
+        if kind == "F":
+            held += whole[stage]
+        elif kind == "B":
+            moments.append((held, made))
+            held, made = held - whole[stage], next(gradients)
+            moments.append((held, made))
     return max(moments, key=sum)
 
 
@@ -220,6 +242,7 @@ def _alike(place: PlannedRank) -> _Alike:
     recomputed = float(max(stage.recomputed for stage in saves))
     if recomputed:
         recomputed += state.passing_gradients(place, compiled=compiled) + _gradients_beyond(place)
+        recomputed = max(recomputed, _gradients_at_end(place)) if compiled else recomputed
     return _Alike(_standing(stands, place.rank), saves, saved, recomputed, _saved_behind(place))
 
 
@@ -233,6 +256,16 @@ def _gradients_beyond(place: PlannedRank) -> float:
     matrices = sum(p.numel for p in own if p.learns)
     made = (3 if m.gated else 2) * place.tokens * m.ffn // lay.tensor
     return float(max(matrices - made, 0) * place.width)
+
+
+def _gradients_at_end(place: PlannedRank) -> float:
+    """Bytes at the end of a dense layer's backward pass, if its feed-forward part has no gate: compiled code then computes the
+    gradients of the feed-forward matrices last, from a whole sequence and a hidden one, beside those of attention."""
+    m, lay = place.run.model, place.run.layout
+    if not place.is_sharded or m.experts or m.gated:
+        return 0.0
+    matrices = sum(p.numel for p in place.layer_parameters(False) if p.entry.is_linear and p.learns)
+    return float((matrices + place.tokens * (m.hidden + m.ffn // lay.tensor)) * place.width)
 
 
 def _saved_behind(place: PlannedRank) -> float:

@@ -1,0 +1,51 @@
+"""Peak memory of one rank of large jobs, as rehearsals on an H200 measured it (benchmarks/gpu/RESULTS.md), beside today's plan."""
+
+from __future__ import annotations
+
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.measure.counts.rounds import microbatches_to_run, with_microbatches
+from shardwise.measure.rehearse import TOLERANCE
+from shardwise.plan.cost.job import job_of
+from shardwise.plan.trainer.memory import memory_of_rank
+from shardwise.run import Run, read_run
+
+BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/gpu/rehearsal.py"))
+MEASURED = {
+    "mixtral": 122.7, "8b-128k": 12.9, "v3": 27.4, "405b-fp8": 21.6, "qwen-muon": 15.5,
+    "8b-context": 24.1, "8x7b-tensor": 85.9, "gemma": 75.7, "32b-pipeline": 45.8, "70b-zero3": 22.6, "70b-rowwise": 8.32,
+    "8x22b-fp8": 34.3, "opt": 15.3, "405b-context": 53.3,
+    "8b-tensor": 30.18, "13b-rowwise": 56.85, "a3b": 54.55, "neox-pipeline": 27.23, "65b-zero2": 18.94, "32b-ulysses": 21.52,
+    "palm": 13.44, "bloom": 31.80, "8x7b-pipeline": 25.79, "mt-nlg": 15.52, "v3-fp8": 18.13, "405b-gather": 15.42,
+}  # fmt: skip
+"""GiB."""
+
+
+def rehearsed(name: str) -> tuple[Run, int]:
+    """The run that a rehearsal runs, and its rank."""
+    words, rank = BENCHMARK["JOBS_BESIDE_PLAN"][name]
+    run = read_run(None, [*words.split(), *BENCHMARK["COMMON"].split()])
+    return with_microbatches(run, microbatches_to_run(run, rank)[0]), rank
+
+
+def peak(run: Run, rank: int) -> float:
+    owners = memory_of_rank(run, replace(job_of(run), imbalance=1.0), rank)
+    return sum(size for owner, size in owners.items() if owner != "workspace") / 2**30
+
+
+@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.drawn(8)
+def test_the_plan_has_the_peak_that_was_measured(name: str) -> None:
+    assert MEASURED[name] == pytest.approx(peak(*rehearsed(name)), rel=TOLERANCE["memory peak"])
+
+
+def test_with_few_microbatches_gradients_come_when_activations_go() -> None:
+    """With two rounds of microbatches, a rank has the gradients of both of its stages and the most activations at once."""
+    few, rank = rehearsed("8x7b-pipeline")
+    counts = {count: peak(with_microbatches(few, count), rank) for count in (4, 8, 16)}
+    assert counts[4] < 0.97 * counts[8]
+    assert counts[8] == pytest.approx(counts[16])
