@@ -15,9 +15,10 @@ from shardwise.cli.main import main
 from shardwise.hardware.engine_facts import engine_facts
 from shardwise.measure.serve_load import measure_load
 from shardwise.plan.cost.job import cluster_of
+from shardwise.plan.serving.cost import Serving
 from shardwise.plan.serving.drafting import acceptance_of, tokens_a_step
 from shardwise.plan.serving.engines import FORMATS, OURS
-from shardwise.plan.serving.plan import Serving, layouts_of, plan_serving, search_serving
+from shardwise.plan.serving.plan import layouts_of, plan_serving, search_serving
 from shardwise.plan.serving.play import Place, play, requests_of, step_sizes
 from shardwise.plan.serving.pool import serving_memory
 from shardwise.plan.serving.step_time import Spent, StepTime
