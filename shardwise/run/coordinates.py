@@ -69,8 +69,7 @@ class RankCoordinates:
 
     def replica_members(self) -> list[int]:
         """The ranks of this rank's replica, in order."""
-        mine = self.index("replicate")
-        return [r for r in range(self.layout.world) if RankCoordinates(self.layout, r).index("replicate") == mine]
+        return ranks_of_replica(self.layout, self.index("replicate"))
 
     def joint_index(self, *groups: str) -> tuple[int, int]:
         """(ranks, index) of this rank in the product of several groups, the last one innermost."""
@@ -78,3 +77,8 @@ class RankCoordinates:
         for group in groups:
             ranks, index = ranks * self.size(group), index * self.size(group) + self.index(group)
         return ranks, index
+
+
+def ranks_of_replica(layout: LayoutConfig, replica: int) -> list[int]:
+    """The ranks of a replica, in order."""
+    return [r for r in range(layout.world) if RankCoordinates(layout, r).index("replicate") == replica]

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardwise.schedules.actions import Action, Schedule
+from shardwise.schedules.actions import Action, Kind, Schedule
 from shardwise.schedules.one_forward_one_backward import one_forward_one_backward
 from shardwise.schedules.timing import Cost, time
 
@@ -60,8 +60,8 @@ def _with_evictions(
     here: list[int] = []  # microbatches held, oldest first
     away: list[int] = []
 
-    def hand(kind: str, microbatch: int, moment: float) -> None:
-        action = Action("E" if kind == "E" else "L", stage, microbatch)
+    def hand(kind: Kind, microbatch: int, moment: float) -> None:
+        action = Action(kind, stage, microbatch)
         (here if kind == "E" else away).remove(microbatch)
         (away if kind == "E" else here).append(microbatch)
         here.sort()

@@ -27,7 +27,7 @@ from shardwise.checkpoint.state import buffers
 from shardwise.parallel.local_parameter import local
 from shardwise.parallel.members import Answer, ElasticOuter, Members, Place
 from shardwise.run import Run
-from shardwise.run.coordinates import RankCoordinates
+from shardwise.run.coordinates import ranks_of_replica
 from shardwise.train.faults.guard import History
 from shardwise.train.progress.metrics import Metrics, read_metrics
 
@@ -51,10 +51,7 @@ class Elastic:
         """The run that checkpoints describe: the full global batch, on the ranks of one replica."""
         self.place, self.layout = place, run.layout
         self.members = Members(place, max(600.0, 2 * run.train.hang_seconds))
-        self.rank = next(
-            c for c in (RankCoordinates(run.layout, r) for r in range(run.layout.world))
-            if c.index("replicate") == place.replica
-        ).replica_members()[place.rank]  # fmt: skip
+        self.rank = ranks_of_replica(run.layout, place.replica)[place.rank]
         """This rank's number among all ranks of the run."""
 
     @staticmethod

@@ -89,19 +89,17 @@ class TrainState:
         self.objective = OBJECTIVES[run.objective.kind](run, self.device, self.mesh)
         self.reference: Reference | AdaptersOff | None = None
         if facts_of(run.objective).reference:
-            own = not forward_passes(run)[0]
-            self.reference = (
-                AdaptersOff(self.parallel) if own else Reference(reference_run(run), self.mesh, self.device)
-            )
+            self.reference = AdaptersOff(self.parallel)
+            if forward_passes(run)[0]:  # through a second network
+                self.reference = Reference(reference_run(run), self.mesh, self.device)
         self.as_one = False  # whether replicas with `sync_every` all-reduce gradients in this step (warm-up)
         self.step = 0
         self.tokens = 0
         self.history = History()
         self.kept: dict[str, Tensor] = {}  # further tensors for the checkpoint, the same on every rank
         self.tuner: Tuner | None = None  # chooses GEMM algorithms before a step (see `tune_gemms.py`)
-        self.replay: Callable[[Batch], Tensor] | None = (
-            None  # runs forward and backward in place of `passes` (see `cuda_graph.py`)
-        )
+        # Runs forward and backward in place of `passes` (see `cuda_graph.py`).
+        self.replay: Callable[[Batch], Tensor] | None = None
         pipeline = self.parallel.pipeline
         self.updates = asynchronous.Updates(self, pipeline) if isinstance(pipeline, AsynchronousPipeline) else None
         check_repeatable(self)

@@ -70,9 +70,8 @@ class Answers:
     @classmethod
     def of_tensors(cls, tensors: dict[str, Tensor]) -> Answers:
         """Answers from a checkpoint's tensors."""
-        nothing = torch.zeros(
-            len(tensors["prompts"]), 0, dtype=torch.float64
-        )  # for arrays without columns: a checkpoint holds no empty tensors
+        # For arrays without columns: a checkpoint holds no empty tensors.
+        nothing = torch.zeros(len(tensors["prompts"]), 0, dtype=torch.float64)
         return cls(**{f.name: tensors.get(f.name, nothing).cpu().numpy() for f in fields(cls)})
 
 
@@ -89,11 +88,9 @@ def as_answers(
         tokens[n, :start] = prompts[n // group]
         tokens[n, start:end] = drawn.tokens[n]
         logprobs[n, start:end] = drawn.logprobs[n]
-    ended = np.array(drawn.ended, dtype=np.int64)
+    ended, used = np.array(drawn.ended, dtype=np.int64), np.ones(count, dtype=np.int64)
     nothing = np.zeros((count, 0))
-    return Answers(
-        tokens, starts, lengths, logprobs, judged, rewards, ended, np.ones(count, dtype=np.int64), nothing, nothing
-    )
+    return Answers(tokens, starts, lengths, logprobs, judged, rewards, ended, used, nothing, nothing)
 
 
 def exchange(own: Answers, prompts: int, group: int, device: torch.device, ranks: Sequence[int]) -> Answers:

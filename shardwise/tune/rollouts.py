@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from shardwise.data.order import key_of
-from shardwise.data.prompts import Prompt
 from shardwise.hardware import CHIPS, chip_of_driver_name
 from shardwise.hardware.engine_facts import LENDER
 from shardwise.model.invariant.network import check_invariant, make_invariant
@@ -72,12 +72,9 @@ class Rollouts:
         if run.serve.invariant:
             check_invariant("serve.invariant", run.model, state.dtype, state.device)
             make_invariant(self.weights.model)
-        pages = (
-            _lowest(pool_pages(run, state.device), state.device)
-            if self.weights.peers
-            else pool_pages(run, state.device)
-        )
-        peers, served = self.weights.peers, as_served(run)
+        peers, served, pages = self.weights.peers, as_served(run), pool_pages(run, state.device)
+        if peers is not None:
+            pages = _lowest(pages, state.device)
         runner: Runner
         if peers is None:
             runner = runner_of(self.weights.model, served, pages, run.train.seq_len)
@@ -101,23 +98,23 @@ class Rollouts:
         self.engine.pool.clear()
 
     def in_background(
-        self, prompts: Sequence[Prompt], places: Sequence[int], batch: int, sampling: Sampling, group: int
+        self, prompts: Sequence[NDArray[np.int64]], places: Sequence[int], batch: int, sampling: Sampling, group: int
     ) -> Callable[[], Drawn]:
         """`draw` as a function for a thread. A GPU samples on its own stream, after the work that the weights still wait for."""
-        ready = torch.cuda.Event() if self.weights.state.device.type == "cuda" else None
-        if ready is not None:
-            ready.record()
+        draw = partial(self.draw, prompts, places, batch, sampling, group)
+        if self.weights.state.device.type != "cuda":
+            return draw
+        ready = torch.cuda.Event()
+        ready.record()
 
-        def draw() -> Drawn:
-            if ready is None:
-                return self.draw([p.tokens for p in prompts], places, batch, sampling, group)
+        def draw_on_stream() -> Drawn:
             with torch.cuda.stream(torch.cuda.Stream()):
                 torch.cuda.current_stream().wait_event(ready)
-                drawn = self.draw([p.tokens for p in prompts], places, batch, sampling, group)
+                drawn = draw()
                 torch.cuda.current_stream().synchronize()
             return drawn
 
-        return draw
+        return draw_on_stream
 
     def draw(
         self, prompts: Sequence[NDArray[np.int64]], places: Sequence[int], batch: int, sampling: Sampling, group: int

@@ -54,9 +54,8 @@ class Rounds:
         self.rollouts = Rollouts(state, self.ends, owns=asked.asynchronous)
         self.filters = filters(self.run)
         self.size = prompts_of_round(self.run)
-        self.thread = (
-            ThreadPoolExecutor(1, "rollouts") if asked.asynchronous and self.rollouts.beside_training else None
-        )
+        beside = asked.asynchronous and self.rollouts.beside_training
+        self.thread = ThreadPoolExecutor(1, "rollouts") if beside else None
 
     def begin(self, number: int) -> RoundInFlight:
         """Sample the first answers of a round with the current weights, in a thread if possible."""
@@ -65,7 +64,8 @@ class Rounds:
         prompts = self._mine(self.prompts.take(np.arange(first, first + self.size)))
         places = self._mine(list(range(self.size)))
         group = self.run.objective.group
-        draw = self.rollouts.in_background(prompts, places, number, sampling_of(self.run), group)
+        tokens = [prompt.tokens for prompt in prompts]
+        draw = self.rollouts.in_background(tokens, places, number, sampling_of(self.run), group)
         if self.thread is not None:
             return RoundInFlight(number, self.thread.submit(draw))
         drawn = Future[Drawn]()
@@ -148,9 +148,7 @@ class Rounds:
         """Prompts and answers as text."""
         texts = [self.tokenizer.decode(prompt.tokens.tolist()) for prompt in prompts]
         answers = [self.tokenizer.decode([t for t in tokens if t not in self.ends]) for tokens in drawn.tokens]
-        return [
-            Answered(texts[n // group], answer, prompts[n // group].row) for n, answer in enumerate(answers)
-        ]  # fmt: skip
+        return [Answered(texts[n // group], answer, prompts[n // group].row) for n, answer in enumerate(answers)]
 
 
 def shares_of(layout: LayoutConfig) -> list[int]:

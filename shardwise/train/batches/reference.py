@@ -111,9 +111,8 @@ class Reference:
     def add_logprobs(self, microbatches: list[Microbatch], stream: Tensor) -> None:
         """Store the log-probabilities of the targets, or a teacher's top-k tokens, in each microbatch, on the ranks of the last
         stage."""
-        stream = (
-            stream if stream.shape[-1] == self.run.model.hidden else stream[..., :1].repeat(1, 1, self.run.model.hidden)
-        )
+        if stream.shape[-1] != self.run.model.hidden:
+            stream = stream[..., :1].repeat(1, 1, self.run.model.hidden)
         self.parallel.pipeline.run(microbatches, stream, self.collects, None)
 
 

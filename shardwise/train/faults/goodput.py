@@ -32,9 +32,8 @@ BY_RANKS = ("training", "saved", "evaluated", "repeat", "bad")
 
 def record_event(folder: Path, what: str, **values: Any) -> None:
     """Append one event with the current time and its command."""
-    append_record(
-        folder / EVENTS_FILE, {"time": round(time.time(), 3), "what": what, "command": command_name(), **values}
-    )
+    event = {"time": round(time.time(), 3), "what": what, "command": command_name(), **values}
+    append_record(folder / EVENTS_FILE, event)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -134,9 +133,8 @@ class _Spans:
                     self.waiting.append((ended, at))
                 begun, ended, failed = None, at, what == "failed"
             elif what in BY_RANKS:
-                if (
-                    begun is None and ended is not None
-                ):  # older files do not name an event's command: another session continues
+                # Older files do not name an event's command: another session continues.
+                if begun is None and ended is not None:
                     begun = trained = ended
                 if what == "training" and trained is None:
                     trained = at

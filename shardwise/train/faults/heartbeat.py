@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.parallel.mesh import Mesh
@@ -206,17 +206,12 @@ def enable_flight_recorder(environment: Mapping[str, str]) -> None:
         os.environ["TORCH_FR_BUFFER_SIZE"] = str(RECORDED)
 
 
-def flight_recorder_entries() -> list[dict[str, Any]]:
-    """The recorder's entries, oldest first."""
-    from shardwise.torch_private import flight_record
-
-    return json.loads(flight_record()).get("entries", [])
-
-
 def group_progress(mesh: Mesh, pipeline: Pipeline, now_ns: int) -> list[GroupProgress]:
     """How far this rank has got in each of its process groups."""
+    from shardwise.torch_private import flight_record
+
     found = {name: GroupProgress(axis, name[:NAME_LENGTH]) for name, axis in mesh.axes_by_group().items()}
-    for entry in flight_recorder_entries():
+    for entry in json.loads(flight_record()).get("entries", []):  # oldest first
         name, _ = entry["process_group"]
         # On NCCL, P2P messages have their own numbers, which two ranks cannot compare; a pipeline's are added below.
         if name not in found or entry["is_p2p"]:

@@ -21,7 +21,7 @@ from typing import Any
 from shardwise.checkpoint.job import lock_folder
 from shardwise.parallel.members import REPLICA, Place
 from shardwise.run import Run, counted
-from shardwise.run.coordinates import RankCoordinates
+from shardwise.run.coordinates import ranks_of_replica
 from shardwise.train.faults.agent import FIRST_HEARTBEAT, Restarts
 from shardwise.train.faults.coordinator import Coordinator, meet
 from shardwise.train.faults.goodput import record_event
@@ -56,10 +56,7 @@ class Replicas:
         self.size = run.layout.world // run.layout.replicate
         self.stop = StopRequest()
         self.replicas: list[_Replica] = []
-        self.numbers = [
-            [r for r in range(run.layout.world) if RankCoordinates(run.layout, r).index("replicate") == n]
-            for n in range(run.layout.replicate)
-        ]
+        self.numbers = [ranks_of_replica(run.layout, n) for n in range(run.layout.replicate)]
 
     def execute(self) -> int:
         """Run until the training ends; returns the exit code."""

@@ -172,14 +172,12 @@ class Optimizer:
         for part in self.parts:
             if any(p is q for group in part.param_groups for q in group["params"]):
                 # AdamW's step is a scalar: PyTorch's fused one wants it on the parameter's device, ours on the host.
-                host = isinstance(part, FusedAdamW)
                 if isinstance(part, HostAdamW):
                     whole = {key: part.moment(p).copy_(value) for key, value in values.items() if value.ndim}
                     part.state[p] = {key: whole.get(key, value.cpu()) for key, value in values.items()}
                     continue
-                part.state[p] = {
-                    key: value.to("cpu" if host and key == "step" else p.device) for key, value in values.items()
-                }
+                at = {"step": "cpu"} if isinstance(part, FusedAdamW) else {}
+                part.state[p] = {key: value.to(at.get(key, p.device)) for key, value in values.items()}
 
 
 def _groups(pairs: Sequence[tuple[Tensor, LocalParameter]], run: Run) -> list[dict[str, object]]:
