@@ -44,16 +44,14 @@ def decontaminate(
         vocabulary.make_room()
         hashes = vocabulary.simplified_hashes(document.text)
         for length, held in sets.items():
-            if len(hashes) >= length and _any_in(runs(hashes, length), held):
+            if len(hashes) < length:
+                continue
+            found = runs(hashes, length)
+            if (held[np.minimum(np.searchsorted(held, found), len(held) - 1)] == found).any():
                 return f"shares {length} words in a row with a test set"
         return ""
 
     return rule
-
-
-def _any_in(found: Hashes, held: Hashes) -> bool:
-    at = np.minimum(np.searchsorted(held, found), len(held) - 1)
-    return bool((held[at] == found).any())
 
 
 def _texts(path: Path, fields: Sequence[str]) -> Iterator[str]:

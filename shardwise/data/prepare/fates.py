@@ -158,7 +158,6 @@ class Fates:
             message = f"holds no fates of documents ({type(e).__name__}): they are written at the end of `shardwise data prepare`"
             raise UserError(Problem(message, where=str(out))) from None
         self._columns = {name: self._column(name) for name in COLUMNS}
-        self.names = [os.path.relpath(file.path, self._plan.root) for file in self._plan.files]
 
     def _column(self, name: str) -> Any:
         path = self._folder / f"{name}.npy"
@@ -178,16 +177,20 @@ class Fates:
 
     def name(self, row: int) -> str:
         """The name of a document."""
-        return f"{self.names[int(self._columns['file'][row])]}:{int(self._columns['place'][row])}"
+        return self._plan.name(int(self._columns["file"][row]), int(self._columns["place"][row]))
 
     def find(self, name: str) -> list[int]:
         """The rows of a document `FILE:PLACE`, or of all documents of a file."""
         file, colon, place = name.rpartition(":")
         if not colon or not place.isdigit():
             file, place = name, ""
-        numbers = [number for number, known in enumerate(self.names) if known == file or known.endswith(f"/{file}")]
+        numbers = [
+            number for number, known in enumerate(self._plan.names) if known == file or known.endswith(f"/{file}")
+        ]
         if not numbers:
-            raise UserError(Problem(f'there is no file "{file}"; there are {", ".join(self.names[:5])}', where=name))
+            raise UserError(
+                Problem(f'there is no file "{file}"; there are {", ".join(self._plan.names[:5])}', where=name)
+            )
         mask = np.isin(self._columns["file"], numbers)
         if place:
             mask &= self._columns["place"] == int(place)

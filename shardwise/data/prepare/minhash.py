@@ -79,9 +79,7 @@ class MinHash:
         return value.min(axis=1)
 
 
-def survivors(
-    pairs: NDArray[np.uint64],
-) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+def survivors(pairs: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """The documents to remove, in order, and for each the kept document of its cluster. Pairs are joined in their order, the
     smaller cluster into the larger; of equal ones, that of the pair's second document into that of its first. Needs some 60 bytes
     for each duplicate."""

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,8 @@ def begin(recipe: Recipe, root: Path, out: Path, restart: bool = False) -> Plan:
         files = find_files(recipe)
     except UserError as e:
         problems += e.problems
-    for step in recipe.steps:
-        try:
-            if step.shuffles:
-                shuffle_of(step)
-            else:
-                rule_of(step)
-        except UserError as e:
-            problems += e.problems
-    for check in (lambda: splitter(recipe.words), lambda: _check_tokenizer(recipe)):
+    checks: list[Callable[[], object]] = [partial(shuffle_of if s.shuffles else rule_of, s) for s in recipe.steps]
+    for check in (*checks, partial(splitter, recipe.words), partial(_check_tokenizer, recipe)):
         try:
             check()
         except UserError as e:
@@ -160,7 +154,8 @@ def run_stage(plan: Plan, stage: Stage, out: Path, executor: Local | Ray, progre
 
     progress(Progress(stage.name, count, stage.tasks, 0.0))
     if todo:
-        _remove_drafts(work / stage.name)
+        for draft in (work / stage.name).glob("*.tmp"):
+            shutil.rmtree(draft, ignore_errors=True)
         executor.run((str(out), plan.digest(), stage.name), todo, done)
     if stage.kind == "map" and stage.number:
         for unit in plan.units:
@@ -168,11 +163,6 @@ def run_stage(plan: Plan, stage: Stage, out: Path, executor: Local | Ray, progre
     elif stage.kind == "match":
         for unit in plan.units:
             (folder_of(work, f"map-{stage.number}", unit.number) / KEYS).unlink(missing_ok=True)
-
-
-def _remove_drafts(folder: Path) -> None:
-    for draft in folder.glob("*.tmp"):
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def do_share(out: Path, stage: str, share: int, count: int) -> None:

@@ -11,14 +11,15 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardwise.data.inputs import Chunk, Unit
+from shardwise.data.inputs import Unit
 from shardwise.data.prepare.files import File, text_bytes, units_of
+from shardwise.data.prepare.keyed import Shuffle
 from shardwise.data.prepare.readers import read
 from shardwise.data.prepare.recipe import Recipe, Source, TokenizerChoice
 from shardwise.data.prepare.shuffle import VERDICT, KeyWriter, pack, read_partition, verdicts_of_unit
@@ -79,26 +80,34 @@ class Plan:
     def stages(self) -> list[Stage]:
         """The stages in the order in which they run, one after another."""
         found = [Stage("map-0", "map", 0, len(self.units))]
-        for number, step in enumerate(self.shuffles):
-            shuffle = shuffle_of(self.recipe.steps[step])
+        for number in range(len(self.shuffles)):
             found.append(Stage(f"match-{number}", "match", number, self.partitions(number)))
-            if shuffle.joined:
+            if self.shuffle(number).joined:
                 found.append(Stage(f"join-{number}", "join", number, 1))
             found.append(Stage(f"map-{number + 1}", "map", number + 1, len(self.units)))
         return found
 
+    def shuffle(self, number: int) -> Shuffle:
+        """A comparison."""
+        return shuffle_of(self.recipe.steps[self.shuffles[number]])
+
     def partitions(self, number: int) -> int:
         """The number of partitions of a comparison's keys."""
-        return shuffle_of(self.recipe.steps[self.shuffles[number]]).partitions(text_bytes(self.files))
+        return self.shuffle(number).partitions(text_bytes(self.files))
 
     def span(self, number: int) -> tuple[int, int]:
         """The range of steps of a map stage, without the comparison after them."""
         start = self.shuffles[number - 1] + 1 if number else 0
         return start, self.shuffles[number] if number < len(self.shuffles) else len(self.recipe.steps)
 
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of the files."""
+        return [os.path.relpath(file.path, self.root) for file in self.files]
+
     def name(self, file: int, place: int) -> str:
         """The name of a document: its file and its position there."""
-        return f"{os.path.relpath(self.files[file].path, self.root)}:{place}"
+        return f"{self.names[file]}:{place}"
 
 
 def read_plan(folder: Path) -> Plan:
@@ -166,10 +175,15 @@ def perform(folder: Path, digest: str, name: str, number: int) -> None:
     with task_folder(target) as draft:
         if stage.kind == "map":
             _map(plan, stage, work, draft, plan.units[number], *_rules(folder, digest, stage.number))
-        elif stage.kind == "match":
-            _match(plan, stage, work, draft, number)
+            return
+        shuffle = plan.shuffle(stage.number)
+        if stage.kind == "match":
+            folders = (folder_of(work, f"map-{stage.number}", unit.number) for unit in plan.units)
+            found = shuffle.match(read_partition(folders, number, shuffle.dtype))
         else:
-            _join(plan, stage, work, draft)
+            files = sorted((work / f"match-{stage.number}").glob(f"*/{VERDICTS}"))
+            found = shuffle.join([np.fromfile(path, VERDICT) for path in files])
+        (draft / VERDICTS).write_bytes(found.tobytes())
 
 
 Item = tuple[int, int, dict[str, Any], str]
@@ -182,7 +196,7 @@ def _map(
     recipe, first = plan.recipe, plan.span(stage.number)[0]
     log = Log(draft, len(recipe.steps))
     last = stage.number == len(plan.shuffles)
-    shuffle = None if last else shuffle_of(recipe.steps[plan.shuffles[stage.number]])
+    shuffle = None if last else plan.shuffle(stage.number)
     partitions = 0 if last else plan.partitions(stage.number)
     keys = KeyWriter(draft, shuffle.dtype, partitions) if shuffle else None
     onward = None if last else DocumentFile(draft)
@@ -232,7 +246,7 @@ def _read(plan: Plan, unit: Unit, draft: Path, log: Log) -> Iterator[Item]:
                 # Rows of Parquet are numbered within their row group.
                 place = found.place if file.kind != "parquet" else pack(chunk.start, found.place)
                 rows.write(np.array([(chunk.input, place, min(found.size, 2**32 - 1))], READ_ROW).tobytes())
-                name = _place(plan, chunk, found.place)
+                name = plan.name(chunk.input, place)
                 wrong = found.wrong or ("" if found.text.strip() else "an empty document")
                 if found.wrong and plan.recipe.bad == "stop":
                     raise UserError(
@@ -247,14 +261,9 @@ def _read(plan: Plan, unit: Unit, draft: Path, log: Log) -> Iterator[Item]:
                 row += 1
 
 
-def _place(plan: Plan, chunk: Chunk, place: int) -> str:
-    return plan.name(chunk.input, place if plan.files[chunk.input].kind != "parquet" else pack(chunk.start, place))
-
-
 def _resume(plan: Plan, stage: Stage, work: Path, unit: Unit, log: Log) -> Iterator[Item]:
     """The documents that the comparison before this stage keeps, with its changes to their text."""
-    number = plan.shuffles[stage.number - 1]
-    shuffle = shuffle_of(plan.recipe.steps[number])
+    number, shuffle = plan.shuffles[stage.number - 1], plan.shuffle(stage.number - 1)
     folder = work / (f"join-{stage.number - 1}" if shuffle.joined else f"match-{stage.number - 1}")
     verdicts = verdicts_of_unit(sorted(folder.glob(f"*/{VERDICTS}")), unit.number)
     rows = (verdicts["id"] & np.uint64(2**32 - 1)).astype(np.int64)
@@ -272,17 +281,3 @@ def _resume(plan: Plan, stage: Stage, work: Path, unit: Unit, log: Log) -> Itera
             log.changed(number, len(text), len(left))
             text = left
         yield row, changed, meta, text
-
-
-def _match(plan: Plan, stage: Stage, work: Path, draft: Path, partition: int) -> None:
-    shuffle = shuffle_of(plan.recipe.steps[plan.shuffles[stage.number]])
-    folders = (folder_of(work, f"map-{stage.number}", unit.number) for unit in plan.units)
-    found = shuffle.match(read_partition(folders, partition, shuffle.dtype))
-    (draft / VERDICTS).write_bytes(found.tobytes())
-
-
-def _join(plan: Plan, stage: Stage, work: Path, draft: Path) -> None:
-    shuffle = shuffle_of(plan.recipe.steps[plan.shuffles[stage.number]])
-    files = sorted((work / f"match-{stage.number}").glob(f"*/{VERDICTS}"))
-    found = shuffle.join([np.fromfile(path, VERDICT) for path in files])
-    (draft / VERDICTS).write_bytes(found.tobytes())
