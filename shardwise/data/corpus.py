@@ -151,13 +151,12 @@ def _write(folder: Path, texts: list[str]) -> None:
     tokenizer = ByteTokenizer()
     folder.mkdir()
     end = np.array([tokenizer.end], dtype=np.uint16)
-    ends: list[int] = []
-    text_bytes = 0
+    lengths = []
     with ShardWriter(folder, tokenizer) as writer:
         for ids in tokenizer.encode_batch(texts):
             writer.append(ids)
             writer.append(end)
-            text_bytes += len(ids)
-            ends.append(text_bytes + len(ends) + 1)
+            lengths.append(len(ids))
+        ends = np.cumsum(lengths) + np.arange(1, len(lengths) + 1)
         source = f"documentation topics and standard library of Python {platform.python_version()}"
-        writer.finish([np.array(ends, dtype=np.uint64)], text_bytes=text_bytes, source=[source])
+        writer.finish([ends], text_bytes=sum(lengths), source=[source])

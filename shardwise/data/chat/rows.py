@@ -101,11 +101,13 @@ def _joined(prompt: Any, completion: Any, name: str, row: Mapping[str, Any]) -> 
         if not completion:
             raise BadRow(f'"{name}" is empty')
         return Dialog(prompt=prompt, completion=completion)
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else tidy_messages(prompt, "prompt")
-    said = (
-        [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else tidy_messages(completion, name)
-    )
-    return _spoken(asked + said, row, len(asked))
+    asked = _turns(prompt, "prompt", "user")
+    return _spoken(asked + _turns(completion, name, ASSISTANT), row, len(asked))
+
+
+def _turns(given: Any, name: str, role: str) -> list[dict[str, Any]]:
+    """The messages of a field; a text is one message of this role."""
+    return [{"role": role, "content": given}] if isinstance(given, str) else tidy_messages(given, name)
 
 
 def _spoken(messages: list[dict[str, Any]], row: Mapping[str, Any], first: int = 0) -> Dialog:
@@ -140,28 +142,23 @@ def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _pair(row: Mapping[str, Any]) -> Example:
     prompt = row.get("prompt")
-    both: tuple[Any, Any] = (row.get("chosen"), row.get("rejected"))
-    for name, answer in zip(("chosen", "rejected"), both, strict=True):
+    both: dict[str, Any] = {name: row.get(name) for name in ("chosen", "rejected")}
+    for name, answer in both.items():
         if not isinstance(answer, str | list) or not answer:
             raise BadRow(f'"{name}" is neither a text nor messages')
-    if both[0] == both[1]:
+    if both["chosen"] == both["rejected"]:
         raise BadRow('"chosen" and "rejected" are the same')
     labels, margin = (True, False), _margin(row.get("margin"))
-    if all(isinstance(answer, str) for answer in both):
+    if all(isinstance(answer, str) for answer in both.values()):
         if prompt is None:
-            prompt = _shared_text(both[0], both[1])
-            both = (both[0][len(prompt) :], both[1][len(prompt) :])
-        dialogs = (
-            _joined(prompt, answer, name, row) for name, answer in zip(("chosen", "rejected"), both, strict=True)
-        )
-        return Example(tuple(dialogs), labels, margin)
-    better, worse = (
-        [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else tidy_messages(answer, name)
-        for name, answer in zip(("chosen", "rejected"), both, strict=True)
-    )
+            prompt = _shared_text(both["chosen"], both["rejected"])
+            both = {name: answer[len(prompt) :] for name, answer in both.items()}
+        dialogs = tuple(_joined(prompt, answer, name, row) for name, answer in both.items())
+        return Example(dialogs, labels, margin)
+    better, worse = (_turns(answer, name, ASSISTANT) for name, answer in both.items())
     # Messages that do not begin with the assistant are the whole conversation, and already contain the prompt.
     if prompt is not None and better[0]["role"] == worse[0]["role"] == ASSISTANT:
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else tidy_messages(prompt, "prompt")
+        asked = _turns(prompt, "prompt", "user")
         better, worse = asked + better, asked + worse
     first = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(better, worse, strict=False)))
     if first == min(len(better), len(worse)):
