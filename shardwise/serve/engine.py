@@ -372,6 +372,4 @@ def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:
     dtype, device = getattr(torch, run.train.dtype), choose_device(run.train.device)
     model, _ = load_model(folder, dtype, device, exactly_read(run, device), run.serve.weights)
     model.dtype = dtype
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    return engine_of(model, run, longest=longest, draft=load_draft(run, device))
+    return engine_of(model.requires_grad_(False), run, longest=longest, draft=load_draft(run, device))

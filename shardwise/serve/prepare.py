@@ -71,9 +71,7 @@ def load_draft(run: Run, device: torch.device) -> Transformer | None:
     dtype = getattr(torch, run.train.dtype)
     model, _ = load_model(run.serve.draft, dtype, device)
     model.dtype = dtype
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    return model
+    return model.requires_grad_(False)
 
 
 def draft_runner_of(model: Transformer | None, run: Run, pages: int, longest: int = 0) -> Runner | None:

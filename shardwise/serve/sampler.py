@@ -124,7 +124,8 @@ class Sampler:
     def assign(self, slot: int, sampling: Sampling, seed: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
         """Assign a slot to a sequence that already has these tokens."""
         self.sampling[slot] = sampling
-        (self.special.discard if _is_plain(sampling) else self.special.add)(slot)
+        special = _cuts(sampling) or _penalizes(sampling) or sampling.logit_bias
+        (self.special.add if special else self.special.discard)(slot)
         (self.with_logprobs.discard if sampling.logprobs is None else self.with_logprobs.add)(slot)
         self.floats[:, slot] = sampling.temperature, sampling.top_p, sampling.min_p
         self.integers[:, slot] = seed, sampling.top_k
@@ -185,7 +186,7 @@ class Sampler:
         if masks is not None:
             token = torch.arange(self.vocab, device=self.device)
             logits = logits.masked_fill(((masks[:, token // 32] >> (token % 32)) & 1) == 0, float("-inf"))
-        cuts = any(each.temperature > 0 and (each.top_k > 0 or each.top_p < 1 or each.min_p > 0) for each in asked)
+        cuts = any(map(_cuts, asked))
         which = slots.long()
         settings = (self.temperature[which], self.top_k[which], self.top_p[which], self.min_p[which])
         if self.picking is not None:
@@ -287,9 +288,8 @@ def read_logprobs(
     ]
 
 
-def _is_plain(sampling: Sampling) -> bool:
-    cuts = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
-    return not (cuts or _penalizes(sampling) or sampling.logit_bias)
+def _cuts(sampling: Sampling) -> bool:
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
 
 
 def _penalizes(sampling: Sampling) -> bool:
