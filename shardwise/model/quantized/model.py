@@ -34,7 +34,7 @@ def put_matrix(model: nn.Module, name: str, matrix: Tensor) -> None:
 
 
 @torch.no_grad()
-def quantize_model(model: Transformer, weights: str | WeightFormat, dtype: torch.dtype | None = None) -> None:
+def quantize_model(model: Transformer, weights: str | WeightFormat) -> None:
     """Store the matrices of a model's layers as `serve.weights` says. Those that are not packed yet are rounded, one at a time."""
     form = FORMATS.get(weights) if isinstance(weights, str) else weights
     for name, matrix in list(layer_matrices(model)):
@@ -42,7 +42,7 @@ def quantize_model(model: Transformer, weights: str | WeightFormat, dtype: torch
             continue
         if form is None:
             put_matrix(model, name, matrix.detach().to(getattr(torch, str(weights))))
-        elif (made := round_matrix(matrix.detach(), form_of(name, form), dtype or matrix.dtype)) is not None:
+        elif (made := round_matrix(matrix.detach(), form_of(name, form))) is not None:
             put_matrix(model, name, made)
     use_quantized_gemms(model)
 
