@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from math import isclose, sqrt
@@ -93,19 +93,17 @@ def to_peft(checkpoint: str | Path, out_dir: str | Path) -> Conversion:
         for (name, shape), write in zip(made.items(), (stack.write_a, stack.write_b), strict=True):
             dtype = reader.dtype(factors_of(matrix)[0])
             entries.append(Entry(f"{PREFIX}{name}", dtype, shape, partial(write, reader)))
-    for link in _links(run, str(source)):
+    found = list(_links(run, str(source)))
+    for link in found:
         module = link.theirs[0].removesuffix(".weight")
         if stacks and ".mlp." in module:  # without the number of the layer
             beside.add(module.split(".", 3)[3])
         else:
             modules.add(module.rpartition(".")[2])
-        for ours, theirs in _tensors(link, run.adapter):
-            chunks = partial(_theirs, link, reader, ours, ours)
-            entries.append(Entry(f"{PREFIX}{theirs}", reader.dtype(ours), shapes[ours], chunks))
-    if run.model.scores:  # the score head is learned in full, beside them
-        entries.append(
-            Entry(f"{PREFIX}{SCORE}.weight", reader.dtype(HEAD), shapes[HEAD], partial(_whole, reader, HEAD))
-        )
+    for link in _tensors(run, found):
+        (ours,), (theirs,) = link.ours, link.theirs
+        chunks = partial(link.to_theirs, theirs, reader)
+        entries.append(Entry(f"{PREFIX}{theirs}", reader.dtype(ours), shapes[ours], chunks))
     with new_folder(out) as folder:
         total = write_weights(folder, entries, file_bytes=1 << 62)
         (folder / "model.safetensors").rename(folder / WEIGHTS)
@@ -142,18 +140,15 @@ def from_peft(adapter_dir: str | Path, out_dir: str | Path, base: str | Path = "
         train = {"weights": str(final), "seq_len": min(512, model.max_positions)}
         run = run_from_dict({"model": asdict(model), "adapter": asdict(adapter), "train": train} | learns)
         entries, shapes = [], adapter_shapes(run)
-        for link in _links(run, str(source)):
-            for ours, theirs in _tensors(link, run.adapter):
-                chunks = partial(_ours, link, reader, theirs, ours, run.adapter.rank)
-                entries.append(Entry(ours, reader.dtype(theirs), shapes[ours], chunks))
+        for link in _tensors(run, _links(run, str(source))):
+            (ours,), (theirs,) = link.ours, link.theirs
+            chunks = partial(_ours, link, reader, run.adapter.rank)
+            entries.append(Entry(ours, reader.dtype(theirs), shapes[ours], chunks))
         for stack in stacks_of(run.model, run.adapter):
             for part, matrix in stack.matrices.items():
                 for factor, ours in enumerate(factors_of(matrix)):
                     chunks = partial(stack.part, reader, part, factor, run.adapter.rank)
                     entries.append(Entry(ours, reader.dtype(stack.names()[factor]), shapes[ours], chunks))
-        if scores:
-            head = f"{SCORE}.weight"
-            entries.append(Entry(HEAD, reader.dtype(head), reader.shape(head), partial(_whole, reader, head)))
         sections = {"name": out.resolve().name, "model": to_dict(run)["model"], "adapter": to_dict(run)["adapter"]}
         sections |= learns
         write_atomically(folder / RUN_FILE, sections_to_toml(sections | {"train": train}).encode())
@@ -196,31 +191,26 @@ def _links(run: Run, where: str) -> Iterator[Link]:
                 yield link
 
 
-def _tensors(link: Link, adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
-    """The names of an adapter's tensors, ours and theirs."""
-    module = link.theirs[0].removesuffix(".weight")
-    for ours, letter in zip(factors_of(link.ours[0]), "AB", strict=True):
-        yield ours, f"{module}.lora_{letter}.weight"
-    if adapter.kind == "dora":
-        yield magnitude_of(link.ours[0]), f"{module}.lora_magnitude_vector"
+def _tensors(run: Run, found: Iterable[Link]) -> Iterator[Link]:
+    """The link of each tensor of the adapters of these matrices; and of a score head, which is learned in full beside them."""
+    for link in found:
+        module = link.theirs[0].removesuffix(".weight")
+        names = dict(zip(factors_of(link.ours[0]), (f"{module}.lora_A.weight", f"{module}.lora_B.weight"), strict=True))
+        if run.adapter.kind == "dora":
+            names[magnitude_of(link.ours[0])] = f"{module}.lora_magnitude_vector"
+        for ours, theirs in names.items():
+            reorder = isinstance(link, Interleaved) and not ours.endswith(".A.weight")
+            yield replace(link, ours=(ours,), theirs=(theirs,)) if reorder else Link((ours,), (theirs,))
+    if run.model.scores:
+        yield Link((HEAD,), (f"{SCORE}.weight",))
 
 
-def _theirs(link: Link, reader: Reader, name: str, ours: str) -> Iterator[Tensor]:
-    values = reader.get(name)
-    reorder = isinstance(link, Interleaved) and not ours.endswith(".A.weight")
-    yield link.reordered(values, (2, link.rotated // 2)) if reorder else values  # type: ignore[attr-defined]
-
-
-def _ours(link: Link, reader: Reader, name: str, ours: str, rank: int) -> Iterator[Tensor]:
-    values = reader.get(name)
-    if ours.endswith((".A.weight", ".B.weight")):
-        values = padded(values, rank, dim=0 if ours.endswith(".A.weight") else 1)
-    reorder = isinstance(link, Interleaved) and not ours.endswith(".A.weight")
-    yield link.reordered(values, (link.rotated // 2, 2)) if reorder else values  # type: ignore[attr-defined]
-
-
-def _whole(reader: Reader, name: str) -> Iterator[Tensor]:
-    yield reader.get(name)
+def _ours(link: Link, reader: Reader, rank: int) -> Iterator[Tensor]:
+    """Our tensor, padded to a rank."""
+    (name,) = link.ours
+    for values in link.to_ours(name, reader):
+        factor = name.endswith((".A.weight", ".B.weight"))
+        yield padded(values, rank, dim=0 if name.endswith(".A.weight") else 1) if factor else values
 
 
 def _ours_of(name: str) -> str:
@@ -294,12 +284,9 @@ def _adapter(config: dict[str, Any], model: ModelConfig, reader: Reader) -> Adap
             if f"{module}.lora_A.weight" in reader:
                 held.setdefault(leaf, set()).add(module)
     stacks = _stacks(config, model, every, reader)
-    for stack in stacks_of(model, every):
-        for part in stack.matrices:
-            all_of.setdefault(part, set()).add(stack.matrices[part])
-    for stack in stacks:
-        for part in stack.matrices:
-            held.setdefault(part, set()).add(stack.matrices[part])
+    for of_parts, some in ((all_of, stacks_of(model, every)), (held, stacks)):
+        for part, matrix in (each for stack in some for each in stack.matrices.items()):
+            of_parts.setdefault(part, set()).add(matrix)
     where = str(reader.folder / WEIGHTS)
     if partly := [leaf for leaf in held if held[leaf] != all_of[leaf]]:
         raise UserError(Problem(f"adapts {', '.join(partly)} in some layers only, which is not read", where=where))
@@ -310,10 +297,7 @@ def _adapter(config: dict[str, Any], model: ModelConfig, reader: Reader) -> Adap
     shapes, expected = adapter_shapes(run), dict[str, tuple[int, ...]]()
     for stack in stacks:
         expected |= stack.shapes(stack.rank(reader))
-    for link in _links(run, where):
-        expected |= {theirs: shapes[ours] for ours, theirs in _tensors(link, adapter)}
-    if model.scores:
-        expected[f"{SCORE}.weight"] = shapes[HEAD]
+    expected |= {link.theirs[0]: shapes[link.ours[0]] for link in _tensors(run, _links(run, where))}
     if problems := compare_shapes(reader, expected, reader.names):
         raise UserError(*problems)
     return _of_one_rank(config, adapter, stacks, reader)
