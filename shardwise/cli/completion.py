@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from shardwise.run.config import all_keys
@@ -67,31 +68,23 @@ def candidates(words: list[str]) -> list[str]:
         key = last.partition("=")[0]
         found = [f"{key}={value}" for value in _values(key.removeprefix("--"))]
     else:
-        found = _options(VERBS[words[1]][0]) if last.startswith("-") else _choices(VERBS[words[1]][0])
+        parser = argparse.ArgumentParser()
+        importlib.import_module(VERBS[words[1]][0]).add_arguments(parser)
+        found = _options(parser._actions) if last.startswith("-") else _choices(parser._actions)
     return sorted(word for word in found if word.startswith(last))
 
 
-def _parser(module: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
-    importlib.import_module(module).add_arguments(parser)
-    return parser
-
-
-def _options(module: str) -> list[str]:
+def _options(actions: Sequence[argparse.Action]) -> list[str]:
     """The options of a verb, and the keys of a run if it takes one."""
-    parser = _parser(module)
-    actions = parser._actions
     found = [word for action in actions for word in action.option_strings if word.startswith("--")]
     if any(action.dest == "run" for action in actions):
         found += [f"--{key}=" for key in all_keys()] + ["--layout=auto"]
     return found
 
 
-def _choices(module: str) -> list[str]:
+def _choices(actions: Sequence[argparse.Action]) -> list[str]:
     """The choices of a verb's positional arguments; the shell completes files itself."""
-    return [
-        str(word) for action in _parser(module)._actions if not action.option_strings for word in action.choices or ()
-    ]
+    return [str(word) for action in actions if not action.option_strings for word in action.choices or ()]
 
 
 def _values(key: str) -> list[str]:

@@ -5,9 +5,10 @@ zero."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -97,27 +98,17 @@ def _outputs(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     """The output of each part: the embedding, attention and feed-forward of each layer, the residual stream after it, the
     logits."""
     found: dict[str, Tensor] = {}
+
+    def keep(name: str, module: nn.Module, given: Any, out: Any) -> None:
+        found[name] = (out[0] if isinstance(out, tuple) else out).double()
+
     model.eval()
-    with _kept(model, found):
+    with ExitStack() as hooks:
+        for name, part in model.named_modules():
+            if _is_part(name):
+                hooks.callback(part.register_forward_hook(partial(keep, name)).remove)
         found["logits"] = model(tokens).result.double()
     return found
-
-
-@contextmanager
-def _kept(model: nn.Module, found: dict[str, Tensor]) -> Iterator[None]:
-    def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, given: Any, out: Any) -> None:
-            found[name] = (out[0] if isinstance(out, tuple) else out).double()
-
-        return hook
-
-    named = {name: part for name, part in model.named_modules() if _is_part(name)}
-    handles = [part.register_forward_hook(keep(name)) for name, part in named.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _is_part(name: str) -> bool:

@@ -105,10 +105,8 @@ def _round_robin(length: int, ranks: int) -> Callable[..., tuple[Tensor, Tensor,
 def even_routing(train_state: TrainState) -> Iterator[None]:
     """While it is open, tokens are routed to the experts round-robin."""
     route = _round_robin(train_state.run.train.seq_len, train_state.run.layout.expert)
-    routers = (m for model in train_state.all_models for m in model.modules() if isinstance(m, Router))
-    hooks = [router.register_forward_hook(route) for router in routers]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in (module for model in train_state.all_models for module in model.modules()):
+            if isinstance(module, Router):
+                hooks.callback(module.register_forward_hook(route).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

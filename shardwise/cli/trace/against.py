@@ -78,12 +78,12 @@ def run_beside(paths: list[Path]) -> Run:
 
 def _on_device(run: Run, answers: Explanation) -> Run:
     """A recorded run; if it names no chip, with the chip it was recorded on, so that the plan is for that one."""
-    from shardwise.hardware.chips import chip_of_driver_name
+    from shardwise.cli.trace.read import chip_of
 
-    names = {chip.name for device in answers.devices.values() if (chip := chip_of_driver_name(device)) is not None}
-    if run.cluster.chip or run.cluster.profile or len(names) != 1:
+    chip = chip_of(answers.devices.values())
+    if run.cluster.chip or run.cluster.profile or chip is None:
         return run
-    return replace(run, cluster=replace(run.cluster, chip=names.pop()))
+    return replace(run, cluster=replace(run.cluster, chip=chip.name))
 
 
 def planned_timeline(paths: list[Path], answers: Explanation) -> Timeline | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardwise.run import UserError
 
 if TYPE_CHECKING:
+    from shardwise.hardware.chips import Chip
     from shardwise.trace.answers import Explanation
     from shardwise.trace.rank import Rank
     from shardwise.trace.reading.profile import Profile
@@ -40,14 +41,20 @@ def read_and_explain(paths: list[Path], args: argparse.Namespace) -> Explained:
 
 def _peak(profiles: tuple[Profile, ...], args: argparse.Namespace) -> float:
     """Peak FLOP/s of the chip that the user names, or else of the device; 0 if neither is known."""
-    from shardwise.hardware.chips import chip_of_driver_name, find_chip
+    from shardwise.hardware.chips import find_chip
 
     if args.chip:
         return find_chip(args.chip).speed(args.dtype)
-    names = {device.name for profile in profiles for device in profile.used_devices}
-    chips = {chip.name: chip for name in names if (chip := chip_of_driver_name(name)) is not None}
-    chip = next(iter(chips.values())) if len(chips) == 1 else None
+    chip = chip_of(device.name for profile in profiles for device in profile.used_devices)
     return chip.peak.get(args.dtype, 0.0) if chip is not None else 0.0
+
+
+def chip_of(devices: Iterable[str]) -> Chip | None:
+    """The one chip among devices with these names; None if it is not known, or not alone."""
+    from shardwise.hardware.chips import chip_of_driver_name
+
+    chips = {chip.name: chip for name in devices if (chip := chip_of_driver_name(name)) is not None}
+    return next(iter(chips.values())) if len(chips) == 1 else None
 
 
 def _choose(profiles: tuple[Profile, ...], args: argparse.Namespace) -> tuple[tuple[Rank, ...], tuple[str, ...]]:

@@ -99,12 +99,16 @@ def empty_profile(device: torch.device) -> Profile:
 LAYERS, LENGTH, MORE = 2, 16, 3
 
 
+def small_run(device: torch.device, chip: str, tokens: int, microbatches: int = 1, **model: int) -> Run:
+    """A run of a small model, in the dtype of training on this device."""
+    dtype = "float32" if device.type == "cpu" else "bfloat16"
+    train = dict(steps=100, seq_len=tokens, global_batch=microbatches, microbatch=1, dtype=dtype, device=device.type)
+    return run_from_dict(dict(model=model, train=train, cluster=dict(chip=chip)))
+
+
 def tiny_run(device: torch.device, chip: str, microbatches: int, layers: int) -> Run:
     """A run so small that its compute takes almost no time."""
-    model = dict(layers=layers, hidden=64, heads=2, ffn=128, vocab=128)
-    dtype = "float32" if device.type == "cpu" else "bfloat16"
-    train = dict(steps=100, seq_len=LENGTH, global_batch=microbatches, microbatch=1, dtype=dtype, device=device.type)
-    return run_from_dict(dict(model=model, train=train, cluster=dict(chip=chip)))
+    return small_run(device, chip, LENGTH, microbatches, layers=layers, hidden=64, heads=2, ffn=128, vocab=128)
 
 
 def step_seconds(run: Run, budget: float) -> float:
@@ -156,14 +160,6 @@ def _predicted(job: Job) -> float:
     return step_time(prepare(job), constants).seconds
 
 
-def elementwise_run(device: torch.device, tokens: int, hidden: int, vocab: int) -> Run:
-    """A run with one layer of these sizes, in the dtype of training on this device."""
-    model = dict(layers=1, hidden=hidden, heads=hidden // 32, ffn=3 * hidden, vocab=vocab)
-    dtype = "float32" if device.type == "cpu" else "bfloat16"
-    train = dict(steps=1, seq_len=tokens, global_batch=1, microbatch=1, dtype=dtype, device=device.type)
-    return run_from_dict(dict(model=model, train=train, cluster=dict(chip="cpu")))
-
-
 def operations(run: Run, device: torch.device) -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
     """Operations of the model with their inputs, by the planner's names."""
     m, tokens = run.model, run.train.seq_len
@@ -199,7 +195,8 @@ def elementwise_points(watch: Stopwatch, budget: TimeBudget, quick: bool) -> lis
     ]
     points: list[Point] = []
     for (size, name), seconds_each in budget.each(cases):
-        run = elementwise_run(device, *size)
+        tokens, hidden, vocab = size
+        run = small_run(device, "cpu", tokens, layers=1, hidden=hidden, heads=hidden // 32, ffn=3 * hidden, vocab=vocab)
         job = job_of(run)
         op = next(op for op in (*layer(job, routed=False), *head(job)) if op.name == name)
         work, inputs = operations(run, device)[name]
