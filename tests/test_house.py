@@ -136,14 +136,29 @@ def test_nothing_is_imported_from_above() -> None:
     assert not upward()
 
 
-def test_the_command_that_starts_ranks_imports_nothing_that_trains() -> None:
-    """The fork server imports that meanwhile, for seconds."""
-    found, new = set[str](), {"train.processes.check", "train.processes.launch", "tune.source", "train.faults.agent"}
+def imported_with(*names: str) -> set[str]:
+    """These modules and all that they import as soon as they are imported themselves."""
+    found, new = set[str](), set(names)
     while new:
         found |= new
         new = {target for name in new if name in modules() for target, top in inside(name) if top} - found
+    return found
+
+
+def test_the_command_that_starts_ranks_imports_nothing_that_trains() -> None:
+    """The fork server imports that meanwhile, for seconds."""
+    found = imported_with("train.processes.check", "train.processes.launch", "tune.source", "train.faults.agent")
     assert "run.config" in found
     assert not found & {"train.step", "train.loop", "parallel.apply", "parallel.shard"}
+
+
+def test_what_reads_weights_starts_without_device_meshes_and_the_compiler() -> None:
+    """They take seconds to import, which a server, `generate` and `convert` would wait for."""
+    found = imported_with("checkpoint.weights")
+    assert "parallel.inference" in found
+    assert not found & {"parallel.mesh", "parallel.tensor", "parallel.overlap"}
+    heavy = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed.fsdp", "torch._inductor")
+    assert not {name for name in found for target, top in imports(name) if top and target.startswith(heavy)}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -32,9 +32,7 @@ from shardwise.model.moe.layer import MoE
 from shardwise.model.moe.ops import combine, combine_weighted, dispatch, has_fused_kernels, sort_by_expert
 from shardwise.model.transformer import Block, Transformer, make_stage
 from shardwise.parallel.local_parameter import allocate_buffers, leaves
-from shardwise.parallel.mesh import new_group
 from shardwise.parallel.p2p import irecv, isend
-from shardwise.parallel.tensor import VocabParallelEmbedding
 from shardwise.run import LayoutConfig, ModelConfig
 from shardwise.run.parameters import find_parameter
 from shardwise.run.served import ServingRank
@@ -50,6 +48,8 @@ class Peers:
 
     def __init__(self, layout: LayoutConfig, invariant: bool = False) -> None:
         """Every rank of the world creates one, at the same time. `invariant`: sum in one order, whatever else is in the message."""
+        from shardwise.parallel.mesh import new_group  # device meshes take half a second to import
+
         self.invariant = invariant
         self.place = place = ServingRank(layout, dist.get_rank())
         self.stage = new_group(place.stage_ranks, "stage")
@@ -207,6 +207,8 @@ def _put_on(model: Transformer, peers: Peers) -> None:
     """Replace the modules that end in a sum over ranks."""
     place, config = peers.place, model.config
     if peers.tensor is not None and model.first and model.embed is not None:
+        from shardwise.parallel.tensor import VocabParallelEmbedding  # the compiler takes seconds to import
+
         start = place.box(find_parameter(config, "embed.weight"))[0][0]
         model.embed = VocabParallelEmbedding(model.embed, start, peers.add_up)
     if peers.tensor is not None and config.position == "alibi":

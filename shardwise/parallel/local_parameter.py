@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.model.compute_copy import ComputeCopy
-from shardwise.parallel.mesh import Mesh
 from shardwise.run.boxes import Box, box_of
 from shardwise.run.parameters import Cut, Parameter
 from shardwise.torch_private import is_persistent
+
+if TYPE_CHECKING:  # reading weights imports this file, and device meshes take half a second to import
+    from shardwise.parallel.mesh import Mesh
 
 
 def leaves(model: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:
@@ -42,7 +44,7 @@ def allocate_buffers(model: nn.Module, device: torch.device | str) -> None:
 
 def local(x: Tensor) -> Tensor:
     """The slice of a tensor that is on this rank."""
-    return x.to_local() if isinstance(x, DTensor) else x
+    return x.to_local() if hasattr(x, "to_local") else x  # a DTensor
 
 
 @dataclass(frozen=True)
