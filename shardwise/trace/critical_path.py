@@ -192,16 +192,16 @@ def critical_path(
     finish, rank, row = max(last)
     walk.walk(rank, row)
     categories: dict[str, int] = defaultdict(int)
-    ranks: dict[int, int] = defaultdict(int)
+    by_rank: dict[int, int] = defaultdict(int)
     kernels: dict[str, int] = defaultdict(int)
     for rank, category, name, started, ended in walk.segments:
         categories[category] += ended - started
-        ranks[rank] += ended - started
+        by_rank[rank] += ended - started
         if category not in ("host", "idle"):
             kernels[name] += ended - started
     longest = sorted(walk.segments, key=lambda s: s[3] - s[4])[:SEGMENTS]
     most = sorted(kernels.items(), key=lambda item: -item[1])[:NAMES]
     return CriticalPath(
-        finish, dict(sorted(categories.items(), key=lambda item: -item[1])), dict(sorted(ranks.items())), dict(most),
+        finish, dict(sorted(categories.items(), key=lambda item: -item[1])), dict(sorted(by_rank.items())), dict(most),
         tuple(sorted(longest, key=lambda s: s[3])),
     )  # fmt: skip

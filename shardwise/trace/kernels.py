@@ -50,17 +50,17 @@ def kernel_times(ranks: Mapping[int, Rank]) -> tuple[KernelTime, ...]:
     totals = {key: sum(of.values()) for key, of in times.items()}
     everything = sum(totals.values())
     order = sorted(times, key=lambda key: (-totals[key], key[0]))
-    rows = [(name, kind, [(name, kind)]) for name, kind in order[:MOST_KERNELS]]
+    found = [(name, kind, [(name, kind)]) for name, kind in order[:MOST_KERNELS]]
     for kind in range(len(CLASSES)):
         rest = [key for key in order[MOST_KERNELS:] if key[1] == kind]
-        rows += [(f"({len(rest)} other kernels)", kind, rest)] if rest else []
+        found += [(f"({len(rest)} other kernels)", kind, rest)] if rest else []
     return tuple(
         KernelTime(
             name, CLASSES[kind], sum(count[key] for key in of), total := sum(totals[key] for key in of),
             max(longest[key] for key in of), total / everything if everything else 0.0, _summed(times[key] for key in of),
             max(modules[name, kind].items(), key=lambda m: m[1], default=("", 0))[0],
         )
-        for name, kind, of in rows
+        for name, kind, of in found
     )  # fmt: skip
 
 

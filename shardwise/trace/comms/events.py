@@ -90,7 +90,8 @@ def _on_device(activity: Activity) -> CollectiveEvents:
     events, comm_params = profile.events, profile.comm_params
     rows = np.flatnonzero(activity.kind == COMMUNICATION)
     launch = activity.launch[rows]
-    track, time = (column[rows] for column in activity.issued)
+    track, time = activity.issued
+    track, time = track[rows], time[rows]
     label = label_spans(events, "message").innermost(track, time)
     has_params = np.zeros(len(events), np.bool_)
     has_params[comm_params.event] = True
