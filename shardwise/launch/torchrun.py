@@ -19,16 +19,10 @@ def lines(job: Job, hosts: Sequence[str]) -> list[str]:
     torchrun replaces."""
     found = []
     for node, host in enumerate(hosts):
-        words = [
-            *job.command[:-2],
-            "-m",
-            "torch.distributed.run",
-            f"--nnodes={job.nodes}",
-            f"--nproc-per-node={job.ranks_per_node}",
-        ]
-        words += [f"--node-rank={node}", f"--master-addr={hosts[0]}", f"--master-port={PORT}"]
-        words += [f"--max-restarts={job.run.train.restarts}", "-m", "shardwise", "train", str(job.run_file)]
-        words += ["--out", str(job.folder), *job.overrides]
+        words = [*job.command[:-2], "-m", "torch.distributed.run", f"--nnodes={job.nodes}"]
+        words += [f"--nproc-per-node={job.ranks_per_node}", f"--node-rank={node}", f"--master-addr={hosts[0]}"]
+        words += [f"--master-port={PORT}", f"--max-restarts={job.run.train.restarts}"]
+        words += ["-m", "shardwise", "train", str(job.run_file), "--out", str(job.folder), *job.overrides]
         exports = "".join(f"{name}={shlex.quote(value)} " for name, value in job.environment.items())
         there = f"cd {shlex.quote(str(job.work))} && {exports}{shlex.join(words)}"
         found.append(there if host in ("localhost", "127.0.0.1") else f"ssh {shlex.quote(host)} {shlex.quote(there)}")
