@@ -30,7 +30,7 @@ def attention_core(ops: OpList, heads: Number, kv_heads: Number, head_dim: int, 
             dim, saved = (head_dim, inputs) if name == "scores" else (v_dim, 0.0)
             sizes = (queries, columns, inner), (queries, inner, columns), (inner, columns, queries)
             one, two, three = (
-                gemm_seconds(chip, *mnk, job.dtype, count=batch * heads) / alignment(dim) for mnk in sizes
+                gemm_seconds(chip, m, n, k, job.dtype, count=batch * heads) / alignment(dim) for m, n, k in sizes
             )
             flops = full * dim
             seconds, by_pass = (one, two + three, 0.0), (flops, 2 * flops, 0.0)
@@ -73,7 +73,8 @@ def _merge_blocks(ops: OpList, rows: Number, out: Number, queries: Number, keys:
     some = 1.0 * (c > 1)
     sizes = (rows * each * some for each in moved)
     # Some 10 bare kernels a merge and 6 a sum, each a quarter of a launch under autograd and modules.
-    launches = 2.5 * merged * some / ops.kernels_each, 1.5 * added * some / ops.kernels_each
+    often = some / ops.kernels_each
+    launches: tuple[Number, Number] = (2.5 * merged * often, 1.5 * added * often)
     ops.elementwise("blocks merged", "attention", *sizes, launches=launches, longer=(SLICES, SLICES), core=True)
 
 

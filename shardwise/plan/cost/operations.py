@@ -23,6 +23,7 @@ from shardwise.plan.cost.attention import attention_core, context_traffic
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import ByPass, Op, OpList, regroups_tensor, span
 from shardwise.plan.cost.parameters import at_least_one
+from shardwise.run import ModelConfig
 from shardwise.run.saved_tensors import GROUP, quantized_bytes, quantized_tensors
 
 TILE = 128.0
@@ -224,30 +225,30 @@ def _moe(ops: OpList) -> None:
         _feed_forward(ops, m.expert_ffn * m.shared_experts)
 
 
-def _quantized(job: Job, routed: bool) -> frozenset[str]:
-    """The saved tensors of a layer that are kept in few bits, each packed and unpacked by a kernel."""
-    m = job.model
+def quantized(m: ModelConfig, *, routed: bool) -> frozenset[str]:
+    """The saved tensors of a layer that may be kept in few bits."""
     return quantized_tensors(routed=routed, parallel_block=m.parallel_block, gated=m.gated, activation=m.activation)
 
 
-def quantized_values(job: Job, *, routed: bool) -> Number:
-    """Values of a layer's saved tensors that are kept in few bits."""
-    m, words = job.model, _quantized(job, routed)
-    wide = len(words & {"gate", "up", "function", "inner"})
-    return (len(words) - wide) * residual_tokens(job) * m.hidden + wide * job.rows * m.ffn / job.layout.tensor
+def _quantized_activations(ops: OpList, *, routed: bool) -> None:
+    """Packing and unpacking saved tensors in few bits, each by a kernel."""
+    job, m = ops.job, ops.job.model
+    words = quantized(m, routed=routed)
+    wide, kernels = len(words & {"gate", "up", "function", "inner"}), float(len(words))
+    values = (len(words) - wide) * residual_tokens(job) * m.hidden + wide * job.rows * m.ffn / job.layout.tensor
+    few = quantized_bytes(GROUP, job.memory.activation_bits) / GROUP
+    moved, spared = (
+        values * (job.width + few),
+        values * (job.width - few),
+    )  # each way reads one form and writes the other
+    ops.elementwise("quantized activations", "norm", moved, moved, saved=-spared, launches=(kernels, kernels))
 
 
 def layer(job: Job, *, routed: bool) -> OpList:
     """One decoder layer, MoE or dense."""
     ops = OpList(job)
     if job.memory.activation_bits:
-        values, kernels = quantized_values(job, routed=routed), float(len(_quantized(job, routed)))
-        few = quantized_bytes(GROUP, job.memory.activation_bits) / GROUP
-        moved, spared = (
-            values * (job.width + few),
-            values * (job.width - few),
-        )  # each way reads one form and writes the other
-        ops.elementwise("quantized activations", "norm", moved, moved, saved=-spared, launches=(kernels, kernels))
+        _quantized_activations(ops, routed=routed)
     _attention(ops)
     if job.model.has_ffn_norm:
         _norm(ops, residual_tokens(job))

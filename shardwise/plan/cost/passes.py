@@ -124,7 +124,8 @@ class NetworkCost:
     def added(cls, job: Job, embedding: OpList, dense: OpList | None, moe: OpList | None, head: OpList) -> NetworkCost:
         """The modules from their ops, which are the same for every recompute mode."""
         first, last = (ModuleCost.of(ops, recomputes=False) for ops in (embedding, head))
-        return cls(first, *(None if ops is None else ModuleCost.of(OpList(job, ops)) for ops in (dense, moe)), last)
+        layers = [None if ops is None else ModuleCost.of(OpList(job, ops)) for ops in (dense, moe)]
+        return cls(first, layers[0], layers[1], last)
 
     def stage(self, dense: Number, moe: Number, *, first: Number, last: Number) -> ModuleCost:
         """A stage of this many dense and MoE layers, with the embedding and the head where it has them."""

@@ -25,10 +25,10 @@ import numpy as np
 
 from shardwise.plan.cost.host import link_of
 from shardwise.plan.cost.job import GIB, Job, Number
-from shardwise.plan.cost.operations import layer, residual_bytes
+from shardwise.plan.cost.operations import layer, quantized, residual_bytes
 from shardwise.plan.cost.ops import FORWARD, OpList
 from shardwise.run import ModelConfig
-from shardwise.run.saved_tensors import ELSEWHERE, quantized_tensors, swappable_tensors
+from shardwise.run.saved_tensors import ELSEWHERE, swappable_tensors
 
 SAVED = ("attention_norm", "heads", "attended", "middle", "ffn_norm", "gate", "up", "function", "inner")
 """Tensors of a layer that can be rematerialized, in their order."""
@@ -117,11 +117,13 @@ def leaving(job: Job, *, routed: bool) -> dict[str, float]:
     sizes: dict[str, Number] = dict.fromkeys(("attention_norm", "middle", "ffn_norm"), stream)
     sizes |= dict.fromkeys(("gate", "up", "function", "inner"), inner)
     sizes |= {"heads": width * _heads(m, *heads), "attended": width * heads[0] * m.head_dim}
-    quantized = quantized_tensors(
-        routed=routed, parallel_block=m.parallel_block, gated=m.gated, activation=m.activation
-    )
-    words = swappable_tensors(quantized, attention=m.attention, context=int(lay.context))
+    words = may_leave(m, routed=routed, context=int(lay.context))
     return {word: float(sizes[word]) for word in SAVED if word in words}
+
+
+def may_leave(model: ModelConfig, *, routed: bool, context: int) -> frozenset[str]:
+    """Their names."""
+    return swappable_tensors(quantized(model, routed=routed), attention=model.attention, context=context)
 
 
 Choices = tuple[Choice, ...]

@@ -302,8 +302,9 @@ def _combined(one: _Costed, makespan: float) -> Step:
         each = (cost.forward[n] + cost.backward_input[n] + cost.backward_weight[n] for n in mine)
         busy.append(microbatches * sum(each))
         data = DataSeconds(*map(sum, zip(*(prepared.data[kinds[n]] for n in mine), strict=True)))
-        three = ((p.forward, p.backward_input, p.backward_weight) for p in (own[kinds[n]] for n in mine))
-        work = Passes(*map(sum, zip(*three, strict=True)), {})
+        ours = [own[kinds[n]] for n in mine]
+        forward, inputs = sum(p.forward for p in ours), sum(p.backward_input for p in ours)
+        work = Passes(forward, inputs, sum(p.backward_weight for p in ours), {})
         tails.append(float(tail_seconds(job, work, data, constants)))
         parts.append(constants["tensor"] * float(data.muon_parts))
         mirrors.append(constants["pipeline"] * float(data.mirrored))

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from shardwise.plan.cost.job import GIB, job_of
 from shardwise.plan.cost.memory import layer_saved
 from shardwise.plan.cost.operations import layer
 from shardwise.plan.cost.ops import FORWARD
-from shardwise.plan.cost.rematerialization import SAVED, fewest_seconds, graph, layer_choices
+from shardwise.plan.cost.rematerialization import SAVED, fewest_seconds, graph, layer_choices, may_leave
 from shardwise.run import Run
-from shardwise.run.saved_tensors import ELSEWHERE, quantized_tensors, swappable_tensors
+from shardwise.run.saved_tensors import ELSEWHERE
 
 WHOLE, NOTHING = frozenset({"block"}), frozenset[str]()
 
@@ -24,7 +24,8 @@ def recomputed(run: Run, layers: Sequence[int], entering: float) -> Mapping[int,
     """The recomputed parts of each of these layers, which are all layers of a rank; `entering` bytes enter each layer."""
     kinds = {n: run.model.is_moe(n) for n in layers}
     if run.memory.swaps and run.layout.recompute == "none":
-        return {n: frozenset(f"{ELSEWHERE}{word}" for word in _may_leave(run, moe)) for n, moe in kinds.items()}
+        leave = partial(may_leave, run.model, context=run.layout.context)
+        return {n: frozenset(f"{ELSEWHERE}{word}" for word in leave(routed=moe)) for n, moe in kinds.items()}
     if run.layout.recompute == "optimal":
         return dict(zip(layers, _optimal(run, tuple(kinds.values())), strict=True))
     if run.layout.recompute != "budget":
@@ -88,20 +89,10 @@ def _optimal(run: Run, kinds: tuple[bool, ...]) -> tuple[frozenset[str], ...]:
     return tuple(choice.dropped for choice in fewest_seconds(tuple(known[moe] for moe in kinds), spare))
 
 
-def _may_leave(run: Run, moe: bool) -> frozenset[str]:
-    """The tensors of a layer that leave the device where all that may be offloaded are."""
-    m = run.model
-    quantized = quantized_tensors(routed=moe, parallel_block=m.parallel_block, gated=m.gated, activation=m.activation)
-    return swappable_tensors(quantized, attention=m.attention, context=run.layout.context)
-
-
 def _saves_all(run: Run) -> Run:
     train = replace(run.train, device="auto", compile=False) if run.layout.recompute == "optimal" else run.train
-    layout, memory = (
-        replace(run.layout, recompute="none", recompute_budget=0.0),
-        replace(run.memory, activations="device"),
-    )
-    return replace(run, layout=layout, train=train, memory=memory)
+    layout = replace(run.layout, recompute="none", recompute_budget=0.0)
+    return replace(run, layout=layout, train=train, memory=replace(run.memory, activations="device"))
 
 
 @lru_cache(maxsize=64)

@@ -44,13 +44,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import groupby
 
+from shardwise.plan.cost.operations import quantized
 from shardwise.plan.trainer.rank import PlannedRank, Stage
 from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.saved_experts import moe
 from shardwise.plan.trainer.saved_layers import INDEX, attention, feed_forward, gathered, linear, norm
 from shardwise.plan.trainer.tape import Tape
 from shardwise.run.derive import uses_varlen_attention
-from shardwise.run.saved_tensors import quantized_tensors
 
 Rows = Mapping[int, tuple[int, int]]
 """By MoE layer: rows that a rank has for the experts in a microbatch, and rows that reach the experts it holds."""
@@ -79,9 +79,7 @@ def block(tape: Tape, x: str, layer: int, rows: Rows | None) -> str:
     tokens = planned.local_tokens
     tape.parameters = planned.layer_table(m.is_moe(layer))
     if planned.run.memory.activation_bits:
-        tape.few_bits = quantized_tensors(
-            routed=m.is_moe(layer), parallel_block=m.parallel_block, gated=m.gated, activation=m.activation
-        )
+        tape.few_bits = quantized(m, routed=m.is_moe(layer))
     with tape.part("block", x):
         normed = norm(tape, x, "attention_norm", tokens)
         tape.rematerialized("attention_norm", normed, x)
@@ -144,8 +142,8 @@ def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved
                 tape.sizes["mask"] = run.train.seq_len**2
                 tape.save("mask")
         if len(layers) > FEW:
-            each = (now - then for now, then in zip(tape.totals, before, strict=True))
-            left_out = [size + (len(layers) - FEW) * more for size, more in zip(left_out, each, strict=True)]
+            further = (now - then for now, then in zip(tape.totals, before, strict=True))
+            left_out = [size + (len(layers) - FEW) * more for size, more in zip(left_out, further, strict=True)]
     tape.prefix, tape.recomputed = "", frozenset()
     if any(m.is_moe(layer) for layer in stage.layers):
         tape.save_new("auxiliary losses", 3, planned.high_width)
