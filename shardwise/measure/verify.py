@@ -67,14 +67,18 @@ class Verdict:
         named = [replace(d, name=d.name.replace("rank 0 ", f"rank {self.rank} ", 1)) for d in found]
         return [*named, *self.rollouts]
 
+    def beyond(self, tolerance: Mapping[str, float]) -> list[Difference]:
+        """The quantities that differ by more than the tolerance; persistent memory has none."""
+        return [d for d in self.differences() if d.account in tolerance and abs(d.relative) > _allowed(d, tolerance)]
+
     def agrees(self, tolerance: Mapping[str, float]) -> bool:
-        """Whether this rank matches the plan. Persistent memory has no tolerance."""
+        """Whether this rank matches the plan."""
+        return self.schedule and not self.beyond(tolerance)
 
-        def within(d: Difference) -> bool:
-            persistent = d.account == "memory" and d.name.split()[-1] in PERSISTENT
-            return abs(d.relative) <= (0.0 if persistent else tolerance[d.account])
 
-        return self.schedule and all(within(d) for d in self.differences() if d.account in tolerance)
+def _allowed(difference: Difference, tolerance: Mapping[str, float]) -> float:
+    persistent = difference.account == "memory" and difference.name.split()[-1] in PERSISTENT
+    return 0.0 if persistent else tolerance[difference.account]
 
 
 def behind_warmup(run: Run) -> Run:
