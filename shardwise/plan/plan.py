@@ -193,13 +193,9 @@ def notes_of(job: Job) -> list[str]:
         several = job.microbatches > 1
         every = host_bytes(job.model, int(job.width), several=several)
         held = every.held - every.moments * job.memory.on_disk
-        measured = job.cluster.profile is not None and job.cluster.profile.host_update_gbs > 0
-        link = link_of(job)
-        how = (
-            "as measured"
-            if measured
-            else "as cluster.host_gbs and memory.update_gbs say; `shardwise bench` measures them"
-        )
+        link, how = link_of(job), "as cluster.host_gbs and memory.update_gbs say; `shardwise bench` measures them"
+        if job.cluster.profile is not None and job.cluster.profile.host_update_gbs > 0:
+            how = "as measured"
         notes.append(
             f"the host holds {held / GIB:.1f} GiB; it updates at {link.update:.0f} GB/s, gradients leave at {link.to_host:.0f} and "
             f"parameters come back at {link.to_device:.0f} GB/s, {how}"

@@ -90,9 +90,8 @@ MORE_PER_ASSUMPTION = 0.1
 def interval(classes: Sequence[str], assumed: int = 0, spread: float = 0.0) -> float:
     """Half the width of the 80% interval, in the logarithm: that of the first of these classes that was calibrated, widened with
     each assumption about a published row and with the `spread` over what its program may do."""
-    return widened(
-        next(fitted()["intervals"][name] for name in classes if name in fitted()["intervals"]), assumed, spread
-    )
+    calibrated = fitted()["intervals"]
+    return widened(next(calibrated[name] for name in classes if name in calibrated), assumed, spread)
 
 
 def widened(width: float, assumed: int, spread: float) -> float:

@@ -159,10 +159,8 @@ def handled(layout: LayoutConfig, world: Number) -> tuple[Number, Number]:
     """1 where `fully_shard` handles this trainer's dense parameters, and 1 where it handles experts (`parallel/shard.py`)."""
     replicas = 1 if layout.replicas_apart else layout.replicate
     zero, many = layout.shard * layout.context, (replicas > 1) | layout.offload
-    wrapped = (replicas == world) & (world > 1) & (not layout.offload)
-    return 1.0 * (((zero > 1) | many) & ~np.asarray(wrapped)), 1.0 * (
-        ((zero > layout.expert) | many) & ~np.asarray(wrapped)
-    )
+    apart = ~np.asarray((replicas == world) & (world > 1) & (not layout.offload))
+    return 1.0 * (((zero > 1) | many) & apart), 1.0 * (((zero > layout.expert) | many) & apart)
 
 
 def cluster_of(run: Run) -> Cluster:

@@ -38,12 +38,10 @@ class CopySeconds(NamedTuple):
 
 def copy_seconds(job: Job, held: LocalNumel, messages: Number) -> CopySeconds:
     """Seconds for the parameters of a stage, which are sent in this many messages."""
-    nothing = 0.0 * held.dense
+    total = CopySeconds(*[0.0 * held.dense] * 4)
     if not job.framework.fully_shard:
-        return CopySeconds(nothing, nothing, nothing, nothing)
-    total = CopySeconds(nothing, nothing, nothing, nothing)
-    counts = (held.dense, held.experts)
-    for count, ranks, there in zip(counts, zero_groups(job), job.fully_sharded, strict=True):
+        return total
+    for count, ranks, there in zip(held, zero_groups(job), job.fully_sharded, strict=True):
         each = count * there / messages
         own = (
             messages * np.sign(b) * memory_seconds(job.cluster.chip, each * abs(b)) for b in copied_bytes(job, ranks)

@@ -41,9 +41,8 @@ class Waves:
         nothing, size = len(kind), (stages + 1) * m
         maker = np.full(2 * size, NOBODY)
         maker[:m] = maker[2 * size - m :] = nothing
-        for end in range(
-            schedule.depth * m, stages * m, schedule.depth * m
-        ):  # where one direction ends and the next begins
+        one_way = schedule.depth * m
+        for end in range(one_way, stages * m, one_way):  # where one direction ends and the next begins
             maker[end : end + m] = maker[size + end : size + end + m] = nothing
         sends = np.flatnonzero(~weight)
         maker[np.where(forward, slot + m, slot + size)[sends]] = sends

@@ -71,21 +71,15 @@ def _shapes(planned: PlannedRank, fragment: int | None = None) -> Counter[tuple[
         inside = (p for layer, own in held if fragment is None or layer % fragments == fragment for p in own)
         outside = planned.outer_parameters(stage) if not fragment else ()
         for parameter in (*inside, *outside):
-            shape = _shape(planned, parameter)
-            numel = math.prod(shape)
-            if parameter.learns and numel:
+            shape = parameter.own_shape(*planned.sharding(parameter))
+            if parameter.learns and math.prod(shape):
                 shapes[shape] += 1
     return shapes
 
 
-def _shape(planned: PlannedRank, parameter: PlannedParameter) -> tuple[int, ...]:
-    ranks, index = planned.sharding(parameter)
-    return parameter.own_shape(ranks, index)
-
-
 def state_bytes(planned: PlannedRank, parameter: PlannedParameter) -> int:
     """Bytes that a rank keeps for the gradient of a parameter: the unsent error, and what the next exchange starts from."""
-    lay, shape = planned.run.layout, _shape(planned, parameter)
+    lay, shape = planned.run.layout, parameter.own_shape(*planned.sharding(parameter))
     numel = math.prod(shape)
     if planned.size("replicate") == 1 or not numel:
         return 0

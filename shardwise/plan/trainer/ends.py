@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank, planned_rank
+from shardwise.plan.trainer.rank import planned_rank
 from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.saved import saved
 from shardwise.plan.trainer.wire import Wire
@@ -42,14 +42,12 @@ def _vocabulary(wire: Wire, shard: int) -> None:
     if (not planned.run.adapter.used or planned.objective.logprobs) and not planned.chunked:
         wire.all_gather("tensor", shard, backward)  # once more in the backward pass
     most = -(-planned.run.model.vocab // planned.size("tensor"))
-    chunks = (
-        1
-        if not planned.chunked
-        else -(-planned.tokens // chunk_rows(planned.tokens, most * planned.width, chunk_bytes(planned.run)))
-    )
+    rows = planned.tokens
+    if planned.chunked:
+        rows = chunk_rows(planned.tokens, most * planned.width, chunk_bytes(planned.run))
     teaches = wire.frozen and planned.objective.teacher
     numbers = 2 if teaches else 2 + planned.targets  # the max, the sum, and the logits of targets
-    wire.all_reduce("tensor", numbers * planned.tokens * planned.high_width, n, messages=2 * chunks)
+    wire.all_reduce("tensor", numbers * planned.tokens * planned.high_width, n, messages=2 * -(-planned.tokens // rows))
     if teaches:  # each rank's largest logits, and their token ids
         wire.all_gather(
             "tensor", (planned.targets - 1) * planned.tokens * (planned.high_width + INTEGER), n, messages=2
@@ -80,11 +78,12 @@ def pipeline(wire: Wire) -> None:
     learns = not planned.run.adapter.used and not wire.forward_only
     if learns and m.tied_embeddings and home[0] != home[-1] and planned.index("pipeline") in (home[0], home[-1]):
         end = planned.stages[0] if planned.stages[0].first else planned.stages[-1]
-        wire.all_reduce("pipeline", own_numel(planned, planned.vocabulary(end)) * planned.high_width, ranks=2)
+        matrix = planned.vocabulary(end)
+        wire.all_reduce("pipeline", matrix.own_numel(*planned.sharding(matrix)) * planned.high_width, ranks=2)
     if planned.run.layout.directions > 1 and not wire.forward_only:
         for count, p in planned.parameters():
             copied = planned.keeps_compute_copies and p.is_gemm_weight
-            size = own_numel(planned, p) * (planned.width if copied else planned.high_width) * p.learns
+            size = p.own_numel(*planned.sharding(p)) * (planned.width if copied else planned.high_width) * p.learns
             wire.all_reduce("pipeline", size, count if size else 0, ranks=2)
 
 
@@ -113,14 +112,9 @@ def uncut_gradients(wire: Wire) -> None:
     """`gradients.py`: gradients of parameters not cut over the tensor ranks, each of which saw only some tokens or heads."""
     planned = wire.planned
     if planned.size("tensor") > 1:
-        some = [(count, p) for count, p in planned.parameters() if p.tensor_dim is None and p.learns]
-        uncut = [(count, own_numel(planned, p)) for count, p in some]
+        some = ((count, p) for count, p in planned.parameters() if p.tensor_dim is None and p.learns)
+        uncut = [(count, p.own_numel(*planned.sharding(p))) for count, p in some]
         small = [count * numel for count, numel in uncut if numel <= JOINED]
         wire.all_reduce("tensor", sum(small) * planned.high_width, messages=1 if small else 0)
         for count, numel in uncut:
             wire.all_reduce("tensor", numel * planned.high_width, count if numel > JOINED else 0)
-
-
-def own_numel(planned: PlannedRank, parameter: PlannedParameter) -> int:
-    """Elements of a parameter that this rank holds between steps."""
-    return parameter.own_numel(planned.size(parameter.group), planned.index(parameter.group))

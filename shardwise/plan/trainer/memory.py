@@ -204,14 +204,9 @@ def _standing(run: Run, rank: int) -> _Standing:
 
 def _left_over(place: PlannedRank) -> float:
     """Nothing where gradients are reduced once a step: then no microbatch follows."""
-    run, lay = place.run, place.run.layout
-    if (
-        not place.is_sharded
-        or lay.zero < 2
-        or run.accumulation == 1
-        or run.memory.hosts_optimizer
-        or place.splits_backward
-    ):
+    run = place.run
+    each_microbatch = place.is_sharded and run.layout.zero >= 2 and not place.splits_backward
+    if not each_microbatch or run.accumulation == 1 or run.memory.hosts_optimizer:
         return 0.0
     outer = (p for stage in place.stages for p in place.outer_parameters(stage) if p.learns)
     return float(sum(p.numel for p in outer) * place.reduce_width)

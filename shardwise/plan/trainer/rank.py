@@ -361,9 +361,8 @@ class PlannedRank:
 
     def vocabulary(self, stage: Stage) -> PlannedParameter:
         """The matrix of a stage that is cut by vocabulary: the head where it has one, else the embedding."""
-        return next(
-            p for p in reversed(self.outer_parameters(stage)) if p.entry.name in ("head.weight", "embed.weight")
-        )
+        names = ("head.weight", "embed.weight")
+        return next(p for p in reversed(self.outer_parameters(stage)) if p.entry.name in names)
 
     def parameters(
         self, *, outer: bool = True, stages: tuple[Stage, ...] = ()

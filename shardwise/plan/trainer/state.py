@@ -90,20 +90,19 @@ def logits(planned: PlannedRank) -> int:
     """Bytes of the loss's temporary tensors beside its saved tensors, where a rank has the loss."""
     if not planned.stages[-1].last:
         return 0
-    rows = planned.vocabulary(planned.stages[-1]).shape[0]
+    matrix = planned.vocabulary(planned.stages[-1])
+    rows = matrix.shape[0]
     if planned.objective.scores:  # one number for each token
         return 2 * planned.tokens * planned.high_width
     if planned.objective.logprobs:  # a chunk of logits, also in high precision, and the gradient of the head
         some = chunk_rows(planned.tokens, max(1, rows) * planned.high_width, chunk_bytes(planned.run))
         cast = planned.width + planned.high_width * (planned.width < planned.high_width)
-        learns = planned.vocabulary(planned.stages[-1]).learns
-        head = (some * cast + planned.run.model.hidden * planned.high_width * learns) * rows
+        head = (some * cast + planned.run.model.hidden * planned.high_width * matrix.learns) * rows
         kept, at_loss = _of_targets(planned)
         return max(head + kept, at_loss) + _said_by_teacher(planned)
     if planned.chunked:  # a chunk of logits, overwritten by their gradient, and the head's matrix if it was cast
         some = chunk_rows(planned.tokens, rows * planned.width, chunk_bytes(planned.run))
-        cast = planned.casts(planned.vocabulary(planned.stages[-1]))
-        return (some + (planned.run.model.hidden if cast else 0)) * rows * planned.width
+        return (some + planned.run.model.hidden * planned.casts(matrix)) * rows * planned.width
     # The probabilities are saved; beside them are two tensors of their size: their gradient and that of the logits.
     return 2 * planned.tokens * rows * planned.high_width
 
