@@ -105,11 +105,11 @@ def traffic_table(traffic: Traffic) -> Section:
     found, total = pick.traffic_rows(traffic), traffic.total
     if not found:
         return Section("Traffic", "None.", "")
-    most, last, rows = max(row.bytes for row in found) or 1.0, "", []
-    for row in found:
+    most, rows = max(row.bytes for row in found) or 1.0, []
+    for axis, row in zip(pick.unrepeated(row.axis for row in found), found, strict=True):
         color = colors.of_category(row.axis)
         rows.append([
-            cell(row.axis, color=color) if row.axis != last else cell(""),
+            cell(axis, color=axis and color),
             cell(row.collective.replace("_", " ")),
             cell(words.size(row.bytes), "n", quantity=Quantity(f"traffic.{row.axis}.{row.collective}", row.bytes)),
             cell(words.percent(row.bytes / total if total else 0.0), "n quiet"),
@@ -117,7 +117,6 @@ def traffic_table(traffic: Traffic) -> Section:
             cell(words.size(row.bytes / row.messages) if row.messages else words.DASH, "n quiet"),
             f'<td class="bar" style="width:32%">{html_charts.small_bar(row.bytes / most, color)}</td>',
         ])  # fmt: skip
-        last = row.axis
     messages = sum(row.messages for row in found)
     sums = ["all", "", words.size(total), "", words.count(messages) if messages else words.DASH, "", ""]
     heads = ["axis", "collective", "sent", "share", "messages", "each", ""]
@@ -213,18 +212,17 @@ def comparison_table(
     remark = pick.agreement(differences, tolerance)
     if not differences:
         return Section("Comparison", remark, "")
-    rows, classes, last = [], [], ""
-    for each in differences:
+    rows, classes = [], []
+    for account, each in zip(pick.unrepeated(each.account for each in differences), differences, strict=True):
         apart = pick.beyond(each, tolerance)
         rows.append([
-            cell(each.account if each.account != last else "", "quiet"),
+            cell(account, "quiet"),
             cell(each.name.replace("_", " ")),
             cell(words.quantity(each.account, each.name, each.first), "n"),
             cell(words.quantity(each.account, each.name, each.second), "n"),
             cell(words.change(each.relative) + (" !" if apart else ""), "n change"),
         ])  # fmt: skip
         classes.append("beyond" if apart else "")
-        last = each.account
     table = table_of(["account", "quantity", *names, "difference"], rows, numbers_from=2, classes=classes)
     name = f"only-{crc32(table.encode())}"  # a page may hold several comparisons
     box = f'<input type="checkbox" class="only" id="{name}"><label for="{name}"> only those that differ</label>'

@@ -108,8 +108,8 @@ def communication(explained: Explained) -> Section:
     if not rows:
         return Section("Communication", "", "")
     longest = max(row.seconds for row in rows) or 1.0
-    lines, last = [], ""
-    for row in trace_view.most_exposed(rows, MOST_ROWS):
+    lines, shown = [], trace_view.most_exposed(rows, MOST_ROWS)
+    for axis, row in zip(pick.unrepeated(row.axis for row in shown), shown, strict=True):
         color = colors.of_category(row.axis)
         hidden = (row.seconds - row.exposed) / longest
         bar = (
@@ -118,7 +118,7 @@ def communication(explained: Explained) -> Section:
             'opacity="0.3"/></svg>'
         )
         lines.append([
-            cell(row.axis, color=color) if row.axis != last else cell(""),
+            cell(axis, color=axis and color),
             cell(row.collective.replace("_", " ")),
             cell(words.count(round(row.messages)), "n"),
             cell(words.size(row.bytes) if row.bytes else words.DASH, "n"),
@@ -128,7 +128,6 @@ def communication(explained: Explained) -> Section:
             cell(words.rate(row.bandwidth, "B") if row.bandwidth else words.DASH, "n quiet"),
             f'<td class="bar" style="width:22%">{bar}</td>',
         ])  # fmt: skip
-        last = row.axis
     heads = ["axis", "collective", "messages", "sent", "time", "exposed", "of it waiting", "bus bandwidth", ""]
     remark = "One step of one rank, mean of the ranks. Full colour: exposed; pale: overlapped by compute."
     return Section("Communication", remark, table_of(heads, lines, numbers_from=2, wide=True) + _more(len(rows)))

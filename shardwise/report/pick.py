@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Any, Literal
 
 from shardwise.ledger import (
@@ -103,6 +104,11 @@ def ordered(names: Iterable[str], known: Sequence[str]) -> list[str]:
     return [name for name in dict.fromkeys(known) if name in given] + [name for name in given if name not in known]
 
 
+def unrepeated(names: Iterable[str]) -> list[str]:
+    """The names, "" for one that equals the one above it."""
+    return [name if name != above else "" for above, name in pairwise(["", *names])]
+
+
 def owners_of(memory: Memory) -> list[str]:
     """The owners that hold anything, in the ledger's order."""
     return ordered((owner for rank in memory.ranks for owner, held in rank.items() if held), OWNERS)
@@ -182,17 +188,13 @@ def left_out(timeline: Timeline) -> str:
     return f"; {timeline.left_out} more not drawn" if timeline.left_out else ""
 
 
-def tolerance_of(account: str, tolerance: float | Mapping[str, float]) -> float:
-    """The relative tolerance of an account: one for all, or one for each (0 for an account not listed)."""
-    return tolerance.get(account, 0.0) if isinstance(tolerance, Mapping) else tolerance
-
-
 def beyond(difference: Difference, tolerance: float | Mapping[str, float]) -> bool:
-    """Whether two numbers differ by more than the tolerance of their quantity ("account: name") or else of their account; NaN
-    always does."""
-    quantity = f"{difference.account}: {difference.name}"
-    by_quantity = isinstance(tolerance, Mapping) and quantity in tolerance
-    return not abs(difference.relative) <= tolerance_of(quantity if by_quantity else difference.account, tolerance)
+    """Whether two numbers differ by more than the relative tolerance: one for all, or that of their quantity ("account: name") or
+    else of their account, 0 if neither is listed. NaN always does."""
+    if isinstance(tolerance, Mapping):
+        of_account = tolerance.get(difference.account, 0.0)
+        tolerance = tolerance.get(f"{difference.account}: {difference.name}", of_account)
+    return not abs(difference.relative) <= tolerance
 
 
 def agreement(differences: Sequence[Difference], tolerance: float | Mapping[str, float]) -> str:

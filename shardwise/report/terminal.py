@@ -93,22 +93,16 @@ def traffic_table(traffic: Traffic) -> RenderableType:
     rows, total = pick.traffic_rows(traffic), traffic.total
     if not rows:
         return Group(title("Traffic"), Text("none", style="dim"))
-    table = plain_table()
-    for name in ("axis", "collective"):
-        table.add_column(name)
-    for name in ("sent", "share", "messages", "each"):
-        table.add_column(name, justify="right", no_wrap=True)
-    last = ""
-    for row in rows:
+    table = plain_table("axis", "collective", "sent", "share", "messages", "each", names=2)
+    for axis, row in zip(pick.unrepeated(row.axis for row in rows), rows, strict=True):
         table.add_row(
-            Name(named(row.axis, colors.of_category(row.axis))) if row.axis != last else "",
+            Name(named(axis, colors.of_category(axis))) if axis else "",
             Name(safe(row.collective.replace("_", " "))),
             Text(words.size(row.bytes)),
             Text(words.percent(row.bytes / total if total else 0.0), style="dim"),
             Text(words.count(row.messages) if row.messages else words.DASH),
             Text(words.size(row.bytes / row.messages) if row.messages else words.DASH, style="dim"),
         )
-        last = row.axis
     table.add_section()
     messages = sum(row.messages for row in rows)
     table.add_row("all", "", words.size(total), "", words.count(messages) if messages else words.DASH, "", style="bold")
@@ -139,23 +133,20 @@ def comparison_table(
     rows = [each for each in differences if not only_beyond or pick.beyond(each, tolerance)]
     if not rows:
         return head
-    table = plain_table()
-    table.add_column("account")
+    table = plain_table("account")
     table.add_column("quantity", overflow="fold")
     for name in (*names, "difference", ""):
         table.add_column(safe(name), justify="right", no_wrap=True)
-    last = ""
-    for each in rows:
+    for account, each in zip(pick.unrepeated(each.account for each in rows), rows, strict=True):
         apart = pick.beyond(each, tolerance)
         table.add_row(
-            safe(each.account if each.account != last else "", "dim"),
+            safe(account, "dim"),
             safe(each.name.replace("_", " ")),
             Text(words.quantity(each.account, each.name, each.first)),
             Text(words.quantity(each.account, each.name, each.second)),
             Text(words.change(each.relative), style=WARNING if apart else "dim"),
             Text("!" if apart else "", style=WARNING),
         )
-        last = each.account
     return Group(head, table)
 
 
@@ -329,15 +320,19 @@ def title(title: str, remark: str = "") -> Text:
     return text.append(f"  {remark}", style="not bold dim") if remark else text
 
 
-def plain_table(show_header: bool = True) -> Table:
-    """A table without a frame."""
-    return Table(
+def plain_table(*heads: str, names: int = 1, show_header: bool = True) -> Table:
+    """A table without a frame. Its columns after the first `names` are of numbers: to the right, and on one line."""
+    table = Table(
+        *heads[:names],
         box=box.SIMPLE_HEAD if show_header else None,
         show_edge=False,
         show_header=show_header,
         header_style="dim",
         pad_edge=False,
     )
+    for head in heads[names:]:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
 
 
 def named(name: str, color: str) -> Text:

@@ -15,10 +15,7 @@ def print_load(console: Console, figures: dict[str, Any], more: list[tuple[str, 
     """Print the figures and the table of latencies, with the `more` figures first."""
     console.print(key_figures([*(more or []), *load_view.key_figures(figures)]))
     console.print()
-    table = plain_table()
-    table.add_column("")
-    for name in ("mean", *(f"{share}%" for share in SHARES)):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table("", "mean", *(f"{share}%" for share in SHARES))
     for name, values in load_view.cells(figures):
         table.add_row(name, *map(Text, values))
     console.print(table)

@@ -29,9 +29,7 @@ def print_fit(console: Console, found: dict[str, Any]) -> None:
     ]
     console.print(key_figures(figures))
     console.print()
-    table = plain_table()
-    for head in ("", "value", "low", "high"):
-        table.add_column(head, justify="left" if not head else "right", no_wrap=True)
+    table = plain_table("", "value", "low", "high")
     for name, each in form["coefficients"].items():
         table.add_row(name, *(Text(f"{each[key]:.4g}") for key in ("value", "low", "high")))
     console.print(table)
@@ -76,9 +74,7 @@ def print_budget(console: Console, found: dict[str, Any]) -> None:
     ]  # fmt: skip
     console.print(key_figures(figures))
     console.print()
-    table = plain_table()
-    for head in ("the same loss with a model", "parameters", "tokens", "compute"):
-        table.add_column(head, justify="left" if head.startswith("the") else "right", no_wrap=True)
+    table = plain_table("the same loss with a model", "parameters", "tokens", "compute")
     for each in found["other_sizes"]:
         never = each["compute"] is None
         tokens = "never" if never else words.count(each["tokens"])
@@ -103,10 +99,7 @@ def print_budget(console: Console, found: dict[str, Any]) -> None:
 
 def print_published(console: Console, law: str, rows: list[dict[str, Any]]) -> None:
     """Print known models beside the optimum of the law for the same compute."""
-    table = plain_table()
-    heads = ("", "parameters", "tokens", "the law's", "tokens", "compute needed")
-    for head in heads:
-        table.add_column(head, justify="right" if head else "left", no_wrap=True)
+    table = plain_table("", "parameters", "tokens", "the law's", "tokens", "compute needed")
     for row in rows:
         share = row["compute_for_same_loss"]
         numbers = [words.count(row[key]) for key in ("params", "tokens", "best_params", "best_tokens")]

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.report import colors, terminal, trace_view, words
+from shardwise.report import colors, pick, terminal, trace_view, words
 from shardwise.report.cells import rows_shown
 from shardwise.report.trace_view import AxisRow, Explained, ModuleRow
 from shardwise.run.problems import counted
@@ -45,10 +45,8 @@ def sections(explained: Explained, problems: Sequence[str] = ()) -> Iterator[Ren
 
 def breakdown(explained: Explained) -> RenderableType:
     """A row for each rank: its step, and the share of each activity."""
-    table = terminal.plain_table()
-    table.add_column("rank", justify="right")
-    for name in ("step", "compute", "communication", "of it exposed", "copy", "idle"):
-        table.add_column(name, justify="right", no_wrap=True)
+    heads = ("rank", "step", "compute", "communication", "of it exposed", "copy", "idle")
+    table = terminal.plain_table(*heads, names=0)
     ranks = explained["ranks"]
     for rank in rows_shown(list(ranks), MOST_RANKS):
         if rank is None:
@@ -64,15 +62,11 @@ def breakdown(explained: Explained) -> RenderableType:
 
 def communication(rows: Sequence[AxisRow]) -> RenderableType:
     """Communication by axis and collective."""
-    table = _narrow()
-    for name in ("axis", "collective"):
-        table.add_column(name)
-    for name in ("calls", "sent", "time", "exposed", "waiting", "speed"):
-        table.add_column(name, justify="right", no_wrap=True)
-    last = ""
-    for row in trace_view.most_exposed(rows, MOST_AXES):
+    table = _narrow("axis", "collective", "calls", "sent", "time", "exposed", "waiting", "speed", names=2)
+    shown = trace_view.most_exposed(rows, MOST_AXES)
+    for axis, row in zip(pick.unrepeated(row.axis for row in shown), shown, strict=True):
         table.add_row(
-            terminal.Name(terminal.named(row.axis, colors.of_category(row.axis))) if row.axis != last else "",
+            terminal.Name(terminal.named(axis, colors.of_category(axis))) if axis else "",
             terminal.Name(terminal.safe(row.collective.replace("_", " "))),
             words.count(round(row.messages)),
             words.size(row.bytes) if row.bytes else words.DASH,
@@ -81,7 +75,6 @@ def communication(rows: Sequence[AxisRow]) -> RenderableType:
             words.percent(row.waiting),
             words.rate(row.bandwidth, "B") if row.bandwidth else words.DASH,
         )
-        last = row.axis
     head = terminal.title("Communication", "per rank and step; exposed: not overlapped by compute")
     more = len(rows) - MOST_AXES
     return Group(head, table, Text(f"{more} more are in --json", style="dim")) if more > 0 else Group(head, table)
@@ -106,7 +99,7 @@ def pipeline(explained: Explained, step: Mapping[str, Any]) -> RenderableType:
 
 def modules(rows: Sequence[ModuleRow]) -> RenderableType:
     """The modules that took longest."""
-    table = _costs(("module", "forward", "recompute", "backward", "time", "share"))
+    table = _narrow("module", "forward", "recompute", "backward", "time", "share")
     for row in rows[:MOST_ROWS]:
         took = [row.passes.get(name, 0.0) for name in ("forward", "recompute", "backward")]
         table.add_row(
@@ -121,7 +114,7 @@ def modules(rows: Sequence[ModuleRow]) -> RenderableType:
 def kernels(explained: Explained) -> RenderableType:
     """The kernels that took longest."""
     divisor = trace_view.steps_of(explained, explained["seen"])
-    table = _costs(("kernel", "calls", "each", "time", "share"))
+    table = _narrow("kernel", "calls", "each", "time", "share")
     rows = explained["kernels"][:MOST_ROWS]
     for row, name in zip(rows, trace_view.short_kernels([row["name"] for row in rows], 44), strict=True):
         table.add_row(
@@ -148,16 +141,8 @@ def findings(explained: Explained) -> RenderableType:
     return Group(*lines)
 
 
-def _narrow() -> Table:
+def _narrow(*heads: str, names: int = 1) -> Table:
     """A table of many columns, with less padding."""
-    table = terminal.plain_table()
+    table = terminal.plain_table(*heads, names=names)
     table.padding = (0, 1, 0, 0)
-    return table
-
-
-def _costs(heads: Sequence[str]) -> Table:
-    table = _narrow()
-    table.add_column(heads[0])
-    for name in heads[1:]:
-        table.add_column(name, justify="right", no_wrap=True)
     return table
