@@ -1,1 +1,1 @@
-"""Helpers shared by verbs: argument types, terminal characters and progress, versions."""
+"""Helpers shared by verbs: argument types and files, what a terminal shows, the ranks of a command, versions."""
