@@ -38,7 +38,7 @@ def memory_chart(memory: Memory) -> str:
     scale = max(memory.capacity, memory.peak) or 1.0
     across = (WIDE - left - right) / scale
     bottom = top + len(bars) * (high + gap)
-    marks = _marks(0.0, scale, 2.0**30)
+    marks = round_marks(0.0, scale, 2.0**30)
     drawn = [_grid_line(left + mark * across, top - 4, bottom, words.size(mark)) for mark in marks]
     for at, bar in enumerate(bars):
         drawn.append(_memory_bar(bar, owners, left, top + at * (high + gap), high, across))
@@ -144,7 +144,9 @@ def rank_bars(ranks: Mapping[int, Mapping[str, float]], palette: Mapping[str, st
     longest = max((sum(parts.values()) for parts in ranks.values()), default=0) / 1e9 or 1.0
     across = (WIDE - left - right) / longest
     bottom = top + len(ranks) * (high + gap)
-    drawn = [_grid_line(left + mark * across, top, bottom, words.seconds(mark)) for mark in _marks(0.0, longest, 1e-3)]
+    drawn = [
+        _grid_line(left + mark * across, top, bottom, words.seconds(mark)) for mark in round_marks(0.0, longest, 1e-3)
+    ]
     free = -99.0
     for at, (rank, parts) in enumerate(ranks.items()):
         y, x, whole = top + at * (high + gap), float(left), sum(parts.values()) or 1
@@ -174,9 +176,9 @@ def memory_lines(curves: Sequence[tuple[int, Mapping[str, Any]]]) -> tuple[str, 
 
     drawn = [
         _grid_line(place(mark * 1e9, 0)[0], top, top + high, words.seconds(mark))
-        for mark in _marks(0.0, end / 1e9, 1e-3)
+        for mark in round_marks(0.0, end / 1e9, 1e-3)
     ]
-    for mark in _marks(0.0, most, unit):
+    for mark in round_marks(0.0, most, unit):
         y = place(0, mark)[1]
         drawn.append(f'<line class="grid" x1="{left}" x2="{WIDE - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         drawn.append(f'<text class="quiet" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{words.size(mark)}</text>')
@@ -277,10 +279,10 @@ def _scale(values: Sequence[float], unit: float, start: float, end: float) -> tu
         return lambda value: start + (math.log(value) - math.log(low / 1.1)) / span * (end - start), inside
     room = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
     low, high = (0.0 if 0 <= low <= high * 0.5 else low - room), high + room
-    return lambda value: start + (value - low) / (high - low) * (end - start), _marks(low, high, unit)
+    return lambda value: start + (value - low) / (high - low) * (end - start), round_marks(low, high, unit)
 
 
-def _marks(low: float, high: float, unit: float, most: int = 6) -> list[float]:
+def round_marks(low: float, high: float, unit: float, most: int = 6) -> list[float]:
     """Tick marks between two values: a step of 1, 2 or 5 times a power of ten of the unit, at most `most` steps."""
     raw = (high - low) / unit / most
     if not raw > 0 or not math.isfinite(raw):

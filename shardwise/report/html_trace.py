@@ -13,7 +13,6 @@ from shardwise.report import colors, html, html_charts, pick, trace_view, words
 from shardwise.report.html import Section, cell, table_of
 from shardwise.report.html_timeline import evenly
 from shardwise.report.trace_view import Explained
-from shardwise.run.problems import counted
 
 MOST_ROWS = 40
 MOST_BARS = 128
@@ -153,13 +152,10 @@ def pipeline(explained: Explained) -> Section:
     step = trace_view.pipeline_of(explained)
     if step is None:
         return Section("Pipeline", "", "")
-    name = step["schedule"] or "an unknown schedule"
-    shares = sorted(trace_view.bubble_share(each) for each in explained["pipelines"])
+    name, bubble = trace_view.executed(explained, step)
     remark = (
-        f"As executed: {name}, {counted(len(step['ranks']), 'rank')}, {counted(step['microbatches'], 'microbatch')}, "
-        f"{step['stages_per_rank']} stages a rank. Bubble {words.percent(shares[0])} to {words.percent(shares[-1])} over "
-        f"{len(shares)} pipelines and steps; shown is the worst, ranks {', '.join(map(str, step['members']))} in step "
-        f"{step['step']}."
+        f"As executed: {name}, {step['stages_per_rank']} stages a rank. Bubble {bubble} over {len(explained['pipelines'])} "
+        f"pipelines and steps; shown is the worst, ranks {', '.join(map(str, step['members']))} in step {step['step']}."
     )
     passes = [("forward", "F"), ("backward", "B"), ("backward_input", "I"), ("backward_weight", "W")]
     used = {action[:1] for rank in step["ranks"].values() for action in rank["actions"]}

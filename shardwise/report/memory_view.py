@@ -3,7 +3,7 @@ terminal and as sections of a page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
@@ -53,15 +53,16 @@ def place_rows(history: History) -> list[list[str]]:
     return [[place, owner, words.size(size), f"{count:,}"] for owner, place, size, count in history["places"][:SHOWN]]
 
 
-def curve(history: History) -> plot.Plot:
-    """Memory over time: in use by all owners together, and reserved."""
+def curve(history: History) -> list[str]:
+    """Memory over time as a text plot: in use by all owners together, and reserved."""
     seconds = [when / 1e6 for when in history["times"]]
     lines = list(history["curve"].values())
     total = [float(sum(values)) for values in zip(*lines, strict=True)] if lines else []
     series = [plot.Series("in use", list(zip(seconds, total, strict=True)))]
     reserved = [float(value) for value in history["reserved_curve"]]
     series.append(plot.Series("reserved", list(zip(seconds, reserved, strict=True)), colors.of_owner("workspace")))
-    return plot.Plot("Memory", "seconds", "bytes", series, log_x=False, words_x=words.seconds, words_y=words.size)
+    drawn = plot.Plot("Memory", "seconds", "bytes", series, log_x=False, words_x=words.seconds, words_y=words.size)
+    return plot.letters(drawn)
 
 
 def sections(history: History, planned: Mapping[str, float] | None) -> list[html.Section]:
@@ -123,8 +124,3 @@ def areas(history: History, planned: Mapping[str, float] | None) -> str:
     return f'<svg {size} role="img" aria-label="Memory over time">{"".join(drawn)}{ends}</svg>' + html_charts.legend(
         key
     )
-
-
-def lines(history: History) -> Sequence[str]:
-    """The curve as a text plot."""
-    return plot.letters(curve(history))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from shardwise.report import colors, words
+from shardwise.report.html_charts import round_marks
 
 Place = tuple[float, float]
 WIDE, HIGH = 720, 380
@@ -43,19 +44,11 @@ class Plot:
 
     def bounds(self) -> tuple[float, float, float, float]:
         """Left, right, low, high, with a small margin, in drawn units: logarithms on a logarithmic axis."""
-        xs = [_unit(x, self.log_x) for s in self.series for x in _across(s)]
-        ys = [_unit(y, self.log_y) for s in self.series for y in _upward(s)]
+        xs = [_unit(x, self.log_x) for s in self.series for x, *_ in (*s.places, *s.band)]
+        ys = [_unit(y, self.log_y) for s in self.series for _, *values in (*s.places, *s.band) for y in values]
         xs, ys = [x for x in xs if math.isfinite(x)] or [0.0], [y for y in ys if math.isfinite(y)] or [0.0]
         rooms = [0.04 * (max(values) - min(values)) or 0.5 for values in (xs, ys)]
         return min(xs) - rooms[0], max(xs) + rooms[0], min(ys) - rooms[1], max(ys) + rooms[1]
-
-
-def _across(series: Series) -> list[float]:
-    return [x for x, _ in series.places] + [x for x, _, _ in series.band]
-
-
-def _upward(series: Series) -> list[float]:
-    return [y for _, y in series.places] + [y for _, low, high in series.band for y in (low, high)]
 
 
 def _unit(value: float, log: bool) -> float:
@@ -143,10 +136,7 @@ def marks(low: float, high: float, log: bool, most: int = 7) -> list[float]:
     if log:
         found = [m * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for m in (1, 2, 3, 5, 7)]
         return [value for value in found if low <= math.log10(value) <= high]
-    raw = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(raw))
-    step_size = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
-    return [at * step_size for at in range(math.ceil(low / step_size), math.floor(high / step_size) + 1)]
+    return round_marks(low, high, 1.0, most)
 
 
 def letters(plot: Plot, wide: int = 76, high: int = 18) -> list[str]:

@@ -16,7 +16,6 @@ from rich.text import Text
 from shardwise.report import colors, pick, terminal, trace_view, words
 from shardwise.report.cells import rows_shown
 from shardwise.report.trace_view import AxisRow, Explained, ModuleRow
-from shardwise.run.problems import counted
 
 MOST_RANKS = 16
 MOST_ROWS = 10
@@ -88,13 +87,8 @@ def idle(causes: Mapping[str, float]) -> RenderableType:
 
 def pipeline(explained: Explained, step: Mapping[str, Any]) -> RenderableType:
     """The executed schedule and the range of its bubble over pipelines and steps."""
-    shares = sorted(trace_view.bubble_share(each) for each in explained["pipelines"])
-    text = (
-        f"{step['schedule'] or 'an unknown schedule'}, {counted(len(step['ranks']), 'rank')}, "
-        f"{counted(step['microbatches'], 'microbatch')}: "
-        f"bubble {words.percent(shares[0])} to {words.percent(shares[-1])}"
-    )
-    return Group(terminal.title("Pipeline", "as executed"), terminal.safe(text))
+    name, bubble = trace_view.executed(explained, step)
+    return Group(terminal.title("Pipeline", "as executed"), terminal.safe(f"{name}: bubble {bubble}"))
 
 
 def modules(rows: Sequence[ModuleRow]) -> RenderableType:

@@ -16,6 +16,7 @@ from shardwise.ledger import CATEGORIES
 from shardwise.report import words
 from shardwise.report.pick import ordered
 from shardwise.run.axes import AXES
+from shardwise.run.problems import counted
 
 Explained = Mapping[str, Any]
 _LAYER = re.compile(r"\b(layers|h|blocks?)\.(\d+)\b")
@@ -119,17 +120,14 @@ def axis_rows(explained: Explained) -> list[AxisRow]:
         ranks = list(each["ranks"].values())
         if not ranks:
             continue
-
-        def total(name: str, ranks: Sequence[Mapping[str, Any]] = ranks) -> float:
-            return sum(rank[name] for rank in ranks)
-
+        total = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
         divisor = steps_of(explained, each["ranks"])
         rows.append(
             AxisRow(
-                each["axis"], each["collective"], len(ranks), total("messages") / divisor, total("bytes") / divisor,
-                total("time") / divisor / 1e9, total("exposed") / divisor / 1e9,
-                total("wait") / total("summed") if total("summed") else 0.0,
-                total("bytes") * 1e9 / total("timed") if total("timed") else 0.0,
+                each["axis"], each["collective"], len(ranks), total["messages"] / divisor, total["bytes"] / divisor,
+                total["time"] / divisor / 1e9, total["exposed"] / divisor / 1e9,
+                total["wait"] / total["summed"] if total["summed"] else 0.0,
+                total["bytes"] * 1e9 / total["timed"] if total["timed"] else 0.0,
             )
         )  # fmt: skip
     places = {axis: at for at, axis in enumerate(ordered((row.axis for row in rows), AXES))}
@@ -247,6 +245,14 @@ def memory_curves(explained: Explained, most: int = 8) -> list[tuple[int, Mappin
 def pipeline_of(explained: Explained) -> Mapping[str, Any] | None:
     """The pipeline and step with the largest bubble."""
     return max(explained["pipelines"], key=bubble_share, default=None)
+
+
+def executed(explained: Explained, step: Mapping[str, Any]) -> tuple[str, str]:
+    """A step's schedule, ranks and microbatches in words, and the range of the bubble over pipelines and steps."""
+    shares = sorted(map(bubble_share, explained["pipelines"]))
+    ranks, microbatches = counted(len(step["ranks"]), "rank"), counted(step["microbatches"], "microbatch")
+    name = f"{step['schedule'] or 'an unknown schedule'}, {ranks}, {microbatches}"
+    return name, f"{words.percent(shares[0])} to {words.percent(shares[-1])}"
 
 
 def bubble_share(step: Mapping[str, Any]) -> float:

@@ -183,5 +183,5 @@ def show(histories: Sequence[MemoryHistory], others: Sequence[MemoryBaseline | N
             console.print()
             console.print(table)
         console.print()
-        for text in memory_view.lines(record):
+        for text in memory_view.curve(record):
             console.print(Text(text))
