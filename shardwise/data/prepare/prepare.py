@@ -55,8 +55,12 @@ def begin(recipe: Recipe, root: Path, out: Path, restart: bool = False) -> Plan:
         files = find_files(recipe)
     except UserError as e:
         problems += e.problems
-    checks: list[Callable[[], object]] = [partial(shuffle_of if s.shuffles else rule_of, s) for s in recipe.steps]
-    for check in (*checks, partial(splitter, recipe.words), partial(_check_tokenizer, recipe)):
+    checks: list[Callable[[], object]] = [
+        *(partial(shuffle_of if step.shuffles else rule_of, step) for step in recipe.steps),
+        partial(splitter, recipe.words),
+        partial(_check_tokenizer, recipe),
+    ]
+    for check in checks:
         try:
             check()
         except UserError as e:
