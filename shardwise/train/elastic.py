@@ -177,11 +177,10 @@ class SharedMetrics:
         self.pending: list[dict[str, Any]] = []
         self.before = 0
         self.metrics: Metrics | None = None
-        self.dropped_steps, self.dropped_seconds, self.last_written = 0, 0.0, 0.0
+        self.repeats = dict(heard=0.0, steps=0, seconds=0.0)
         if begun is not None and elastic.first:
             self.metrics = Metrics(out, elastic.whole, log, begun)
-            self.dropped_steps, self.dropped_seconds = self.metrics.dropped_steps, self.metrics.dropped_seconds
-            self.last_written = self.metrics.last_written
+            self.repeats = self.metrics.repeats
 
     def record(self, **values: Any) -> None:
         """Write a record, or hold it back while another replica is the writer."""

@@ -97,8 +97,7 @@ def _attempt(
             metrics = Metrics(out, run, display.log, resumed_step=train_state.step)
         else:
             metrics = SharedMetrics(elastic, out, display.log, None if joins else train_state.step)
-        dropped = dict(steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
-        monitor.event("repeat", heard=metrics.last_written, **dropped)
+        monitor.event("repeat", **metrics.repeats)
     saver = Saver(out, mesh, source.tokenizer, source.fingerprint, display.log, monitor.note_bytes)
     source.attach(train_state, display.log, monitor.note_bytes)
     monitor.attach(train_state)

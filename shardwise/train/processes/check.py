@@ -21,25 +21,15 @@ def check(run: Run, out: Path, open_source: OpenSource = TokenSource) -> None:
     """Raise an error if a run's data, weights or folder are wrong, before any rank starts. With several machines the folder is not
     checked: a machine that starts later finds it in use by the very run that it joins."""
     open_source(run)
-    _check_weights(run, out)
-    _check_reference(run)
-    if run.cluster.nodes == 1:
-        check_folder(run, out)
-
-
-def _check_weights(run: Run, out: Path) -> None:
-    """Check the weights that a run starts from. A run with checkpoints resumes from those and no longer needs the weights, unless
-    it trains adapters only."""
+    # A run with checkpoints resumes from those and no longer needs the weights it started from, unless it trains adapters only.
     if run.train.weights and (run.adapter.used or not complete(out)):
         _open(run.train.weights, run.model)
-
-
-def _check_reference(run: Run) -> None:
-    """Check the folder of a reference or a teacher."""
     teaches = FACTS[run.objective.kind].teacher
     named = run.objective.teacher if teaches else run.objective.reference
     if named and not run.objective.stored:
         _open(named, teacher_model(run) if teaches else run.model)
+    if run.cluster.nodes == 1:
+        check_folder(run, out)
 
 
 def _open(named: str, model: ModelConfig) -> None:

@@ -72,10 +72,11 @@ class Metrics:
 
     def __init__(self, folder: Path, run: Run, log: Callable[[str], None], resumed_step: int = 0) -> None:
         dropped = [r["seconds"] for r in read_metrics(folder) if r["step"] > resumed_step and "seconds" in r]
-        self.dropped_steps, self.dropped_seconds = len(dropped), sum(dropped)
         self.path, self.log = folder / FILE, log
         self.writable = True
-        self.last_written = self.path.stat().st_mtime if self.path.exists() else 0.0
+        heard = self.path.stat().st_mtime if self.path.exists() else 0.0
+        self.repeats = dict(heard=heard, steps=len(dropped), seconds=sum(dropped))
+        """When the last session wrote here, and the steps that this one repeats, with their seconds."""
         with self._tolerated(self.path):
             if self.path.exists():
                 os.truncate(self.path, _length_up_to(self.path, resumed_step))

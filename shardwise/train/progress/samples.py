@@ -16,6 +16,7 @@ from shardwise.data.batches import Samples
 from shardwise.data.order import key_of
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.rules.objective import prompt_tokens
+from shardwise.train.batches.source import evenly_spaced
 from shardwise.train.step import TrainState
 
 _DRAWS = 6
@@ -25,10 +26,9 @@ _DRAWS = 6
 def sample_texts(state: TrainState, validation: Samples, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """`train.samples` texts as `prompt` and `text`, sampled at temperature 1; the seed and the step determine the samples."""
     train, length = state.run.train, prompt_tokens(state.run)
-    count = min(train.samples, validation.count)
-    chosen = np.arange(count) * validation.count // count  # the same prompts each time, to show the progress
+    chosen = evenly_spaced(validation.count, train.samples)  # the same prompts each time, to show the progress
     found: list[dict[str, Any]] = []
-    for first in range(0, count, train.microbatch):
+    for first in range(0, len(chosen), train.microbatch):
         own = chosen[first : first + train.microbatch]
         rows = validation.take(np.concatenate((own, np.full(train.microbatch - len(own), own[0])))).tokens
         made = continued(state, torch.from_numpy(rows[:, :length]), train.sample_tokens, first)
