@@ -49,7 +49,9 @@ def serving_of_row(row: Row) -> tuple[Serving, Load, tuple[str, ...]]:
     # Published 4-bit checkpoints of MoE models (DeepSeek-R1, gpt-oss) leave attention in 16 bits.
     attention = "bf16" if precision == "fp4" and model.experts else precision
     cache = _cache_bytes(row, precision, engine)
-    serving = Serving(model, cluster, engine, FORMATS[precision], FORMATS[attention], cache, windowed=windowed, **ranks)
+    serving = Serving(
+        model, cluster, engine, FORMATS[precision], FORMATS[attention], cache, windowed=windowed, head=None, **ranks
+    )
     load = _load(row, note)
     _check_by_itself(row, serving, load)
     return serving, load, tuple(assumed)
