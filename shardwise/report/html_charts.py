@@ -179,9 +179,7 @@ def memory_lines(curves: Sequence[tuple[int, Mapping[str, Any]]]) -> tuple[str, 
         for mark in round_marks(0.0, end / 1e9, 1e-3)
     ]
     for mark in round_marks(0.0, most, unit):
-        y = place(0, mark)[1]
-        drawn.append(f'<line class="grid" x1="{left}" x2="{WIDE - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        drawn.append(f'<text class="quiet" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{words.size(mark)}</text>')
+        drawn.append(_level_line(left, WIDE - right, place(0, mark)[1], words.size(mark)))
     key = []
     for at, (rank, curve) in enumerate(curves):
         color = colors.ramp(at / (len(curves) - 1) if len(curves) > 1 else 1.0)
@@ -202,10 +200,7 @@ def _axes(
     place_x, marks_x = _scale([*xs, limit] if limit else xs, x.unit, left, right)
     place_y, marks_y = _scale(ys, y.unit, TOP + high, TOP)
     drawn = [_grid_line(place_x(mark), TOP, TOP + high, x.words(mark)) for mark in marks_x]
-    for mark in marks_y:
-        at, label = place_y(mark), escape(y.words(mark))
-        drawn.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        drawn.append(f'<text class="quiet" x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{label}</text>')
+    drawn += [_level_line(left, right, place_y(mark), y.words(mark)) for mark in marks_y]
     drawn.append(f'<text class="quiet" x="0" y="12">{escape(y.title)}</text>')
     drawn.append(f'<text class="quiet" x="{right}" y="{TOP + high + 38}" text-anchor="end">{escape(x.title)}</text>')
     if limit:
@@ -296,6 +291,12 @@ def _grid_line(x: float, top: float, bottom: float, text: str) -> str:
     """A vertical grid line with its label below."""
     line = f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>'
     return f'{line}<text class="quiet" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{escape(text)}</text>'
+
+
+def _level_line(left: float, right: float, y: float, text: str) -> str:
+    """A horizontal grid line with its label before it."""
+    line = f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    return f'{line}<text class="quiet" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>'
 
 
 def _rect(x: float, y: float, wide: float, high: float, color: str, tip: str) -> str:

@@ -51,12 +51,12 @@ class Line:
             "  " * self.level + self.name,
             self.kind,
             _or_dot(self.parameters, words.count),
-            *(_or_dot(self.flops.get(which, 0.0), _flops) for which in ("forward", "backward")),
-            _or_dot(recomputed, _flops),
+            *(_or_dot(self.flops.get(which, 0.0), short_flops) for which in ("forward", "backward")),
+            _or_dot(recomputed, short_flops),
             _or_dot(self.activations, words.size),
             _or_dot(self.seconds, words.seconds),
             _or_dot(self.seconds / total if total else 0.0, words.percent),
-            _or_dot(done / self.seconds if self.seconds else 0.0, _flops),
+            _or_dot(done / self.seconds if self.seconds else 0.0, short_flops),
         ]
 
 
@@ -107,7 +107,8 @@ def _one_of(line: Line, count: int) -> Line:
     return Line(0, line.name, line.kind, line.parameters / count, flops, line.activations / count, 0.0, children)
 
 
-def _flops(amount: float) -> str:
+def short_flops(amount: float) -> str:
+    """FLOPs without the word, for a column of them."""
     return words.flops(amount, "")
 
 

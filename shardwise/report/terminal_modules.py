@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.report import words
+from shardwise.report.module_tree import short_flops
 
 ROOT = "model"
 Row = Mapping[str, Any]
@@ -109,18 +110,14 @@ def _cells(row: Row, total: float, peak: float) -> list[Text]:
     speed = sum(flops.values()) / seconds if seconds else 0.0
     return [
         _or_dot(row["parameters"], words.count),
-        *(_or_dot(flops.get(which, 0.0), _flops) for which in ("forward", "recompute")),
-        _or_dot(backward, _flops),
+        *(_or_dot(flops.get(which, 0.0), short_flops) for which in ("forward", "recompute")),
+        _or_dot(backward, short_flops),
         _or_dot(row["activations"], words.size),
         _or_dot(seconds, words.seconds),
         _or_dot(seconds / total if total else 0.0, words.percent),
-        _or_dot(speed, _flops),
+        _or_dot(speed, short_flops),
         _or_dot(speed / peak if peak else 0.0, words.percent),
     ]
-
-
-def _flops(amount: float) -> str:
-    return words.flops(amount, "")
 
 
 def _seconds(row: Row) -> float:
