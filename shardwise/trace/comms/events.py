@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,11 +52,6 @@ class CollectiveEvents:
 
     def __len__(self) -> int:
         return len(self.start)
-
-    def sorted_by(self, order: Integers) -> CollectiveEvents:
-        """The events in another order."""
-        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "descriptions"}
-        return replace(self, **{name: column[order] for name, column in columns.items()})
 
     def column(self, value: Callable[[Description], float]) -> NDArray[np.float64]:
         """`value` of each event's description."""
@@ -161,6 +156,8 @@ def _on_host(activity: Activity) -> CollectiveEvents:
     # The backend's span of a send shows when its completion was polled, not when it was sent.
     sends = (events.by_name(lambda name: collective_of(name) == "send", *_HOST) > 0)[events.name[issued]]
     shown = np.where((execution >= 0) & ~sends, execution, issued)
+    order = np.argsort(events.start[shown], kind="stable")
+    issued, execution, shown = issued[order], execution[order], shown[order]
     label = label_spans(events, "message").innermost(events.track[issued], events.start[issued])
     params = _params_inside(profile, issued)
     descriptions, which = describe(profile, issued, label, params, shown)
@@ -170,11 +167,10 @@ def _on_host(activity: Activity) -> CollectiveEvents:
     # The last argument but one of a `c10d` collective is `asyncOp`.
     blocking = np.array([len(given) > 2 and given[-2] == "False" for given in values], np.bool_)
     sequence = column_at(profile.comm_params.sequence, row_of(profile.comm_params.event, params))
-    found = CollectiveEvents(
+    return CollectiveEvents(
         events.start[shown], events.end[shown], descriptions, which, np.ones(len(issued), np.bool_), sequence, source,
         destination, activity.rows_of(shown), issued, execution, blocking,
     )  # fmt: skip
-    return found.sorted_by(np.argsort(events.start[shown], kind="stable"))
 
 
 def _concrete_inputs(profile: Profile, calls: Integers) -> list[list[object]]:

@@ -13,6 +13,8 @@ import json
 import re
 from collections.abc import Sequence
 from decimal import ROUND_HALF_EVEN, Context, Decimal, InvalidOperation
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import msgspec
@@ -161,9 +163,7 @@ _SKIPPED = tuple(
 Record = Any
 """A `Span` or `Instant`, or an empty record of a skipped event."""
 
-_union: Any = Span | Instant
-for _kind in _SKIPPED:
-    _union = _union | _kind
+_union: Any = reduce(or_, _SKIPPED, Span | Instant)
 
 record_list = msgspec.json.Decoder(list[_union])
 """Decodes a list of events."""
@@ -209,16 +209,10 @@ def _converted(element: bytes, value: Any) -> tuple[Record | None, str]:
     if not isinstance(start, _TEXT) or isinstance(start, bool):
         return None, "has no time (ts)"
     times = msgspec.json.decode(element, type=_Times)
-    span = Span(
-        cat=_word(value.get("cat")),
-        name=str(name),
-        pid=_scalar(value.get("pid")),
-        tid=_scalar(value.get("tid")),
-        ts=times.ts,
-        dur=times.dur,
-    )
-    if isinstance(value.get("args"), dict):
-        span.args = _arguments(value["args"])
+    category, process, thread = (_scalar(value.get(key)) for key in ("cat", "pid", "tid"))
+    category = "" if category is None else str(category)
+    arguments = _arguments(value["args"]) if isinstance(value.get("args"), dict) else None
+    span = Span(cat=category, name=str(name), pid=process, tid=thread, ts=times.ts, dur=times.dur, args=arguments)
     return span, ""
 
 
@@ -258,10 +252,6 @@ def _number(value: Any) -> int:
 
 def _scalar(value: Any) -> Scalar:
     return value if isinstance(value, _TEXT) else None
-
-
-def _word(value: Any) -> str:
-    return str(value) if isinstance(value, _TEXT) else ""
 
 
 LIMIT = 1 << 62
