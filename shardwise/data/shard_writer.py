@@ -6,12 +6,12 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.shards import DOCUMENTS, DTYPES, ENDS, SHARD_TOKENS, SKIPPED, Index, dtype_for, mask_of
+from shardwise.data.shards import DOCUMENTS, DTYPES, ENDS, MASK, SHARD_TOKENS, SKIPPED, Index, dtype_for
 from shardwise.data.tokenizer import Tokenizer, facts_of
 
 
@@ -29,10 +29,10 @@ class ShardWriter:
         self.kind = kind
         self.marked = kind != "text"
         self._hash = hashlib.sha256(f"{tokenizer.digest}\n{self.dtype}\n".encode())
-        self._mask_hash = hashlib.sha256()
+        # By the beginning of the files' names. The tokens are renamed last, so a shard that exists has its mask.
+        self._hashes = {**({MASK: hashlib.sha256()} if self.marked else {}), "": self._hash}
+        self._files: dict[str, IO[bytes]] = {}
         self._shards: list[tuple[str, int]] = []
-        self._file: Any = None
-        self._mask_file: Any = None
         self._in_file = 0
         while (folder / self._name()).exists():
             self._adopt(folder / self._name())
@@ -42,9 +42,8 @@ class ShardWriter:
 
     def __exit__(self, *_: object) -> None:
         # An interrupted shard keeps its temporary name, and is written again next time.
-        for file in (self._file, self._mask_file):
-            if file is not None:
-                file.close()
+        for file in self._files.values():
+            file.close()
 
     @property
     def finished(self) -> int:
@@ -54,9 +53,10 @@ class ShardWriter:
         return f"tokens-{len(self._shards):05d}.bin"
 
     def _adopt(self, path: Path) -> None:
-        _add_file(self._hash, path)
-        if self.marked:
-            _add_file(self._mask_hash, path.with_name(mask_of(path.name)))
+        for kind, digest in self._hashes.items():
+            with open(path.with_name(kind + path.name), "rb") as file:
+                while block := file.read(2**22):
+                    digest.update(block)
         self._shards.append((path.name, path.stat().st_size // DTYPES[self.dtype].itemsize))
 
     def append(self, tokens: NDArray[Any], mask: NDArray[Any] | None = None) -> None:
@@ -64,39 +64,31 @@ class ShardWriter:
         assert self.marked == (mask is not None)
         at = 0
         while at < len(tokens):
-            if self._file is None:
-                self._open()
-            block = np.ascontiguousarray(tokens[at : at + self.shard_tokens - self._in_file], dtype=DTYPES[self.dtype])
-            self._file.write(block.data)
-            self._hash.update(block.data)
-            if mask is not None:
-                marks = np.ascontiguousarray(mask[at : at + len(block)], dtype=np.uint8)
-                self._mask_file.write(marks.data)
-                self._mask_hash.update(marks.data)
-            self._in_file += len(block)
-            at += len(block)
+            if not self._files:
+                for kind in self._hashes:
+                    path = self.folder / f"{kind}{self._name()}.tmp"
+                    self._files[kind] = open(path, "wb")  # noqa: SIM115  closed when the shard is full
+            stop = min(at + self.shard_tokens - self._in_file, len(tokens))
+            for kind, values, dtype in (("", tokens, DTYPES[self.dtype]), (MASK, mask, np.dtype(np.uint8))):
+                if values is not None:
+                    block = np.ascontiguousarray(values[at:stop], dtype=dtype)
+                    self._files[kind].write(block.data)
+                    self._hashes[kind].update(block.data)
+            self._in_file += stop - at
+            at = stop
             if self._in_file == self.shard_tokens:
                 self._close()
 
-    def _open(self) -> None:
-        self._file = open(self.folder / f"{self._name()}.tmp", "wb")  # noqa: SIM115  closed when the shard is full
-        if self.marked:
-            self._mask_file = open(self.folder / f"{mask_of(self._name())}.tmp", "wb")  # noqa: SIM115
-
     def _close(self) -> None:
-        if self._file is not None:
-            # The tokens are renamed last, so a shard that exists has its mask.
-            if self._mask_file is not None:
-                self._settle(self._mask_file, mask_of(self._name()))
-            self._settle(self._file, self._name())
-            self._shards.append((self._name(), self._in_file))
-            self._file, self._mask_file, self._in_file = None, None, 0
-
-    def _settle(self, file: Any, name: str) -> None:
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
-        os.replace(self.folder / f"{name}.tmp", self.folder / name)
+        name = self._name()
+        for kind, file in self._files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            os.replace(self.folder / f"{kind}{name}.tmp", self.folder / f"{kind}{name}")
+        if self._files:
+            self._shards.append((name, self._in_file))
+            self._files, self._in_file = {}, 0
 
     def finish(
         self,
@@ -113,7 +105,7 @@ class ShardWriter:
         self._close()
         documents = self._write(DOCUMENTS, (np.ascontiguousarray(some, dtype=ENDS).data for some in ends), self._hash)
         if self.marked:
-            self._hash.update(f"{self.kind}\n{self._mask_hash.hexdigest()}\n".encode())
+            self._hash.update(f"{self.kind}\n{self._hashes[MASK].hexdigest()}\n".encode())
         for name, blocks in (files or {}).items():
             # The list of skipped rows is not content of the set, so the fingerprint leaves it out.
             self._write(name, blocks, self._hash if name != SKIPPED else hashlib.sha256())
@@ -145,9 +137,3 @@ class ShardWriter:
             os.fsync(file.fileno())
         os.replace(self.folder / f"{name}.tmp", self.folder / name)
         return written
-
-
-def _add_file(digest: Any, path: Path) -> None:
-    with open(path, "rb") as file:
-        while block := file.read(2**22):
-            digest.update(block)

@@ -35,6 +35,8 @@ MARKED_VERSION = 2
 """The version of sets with a mask, which a reader of version 1 would ignore."""
 PROMPTS, LABELS, ROWS, ROW_ENDS = "prompts.bin", "labels.bin", "rows.jsonl", "rows.bin"
 MARGINS = "margins.bin"
+MASK = "mask-"
+"""Begins the names of the files with the masks of shards."""
 SKIPPED = "skipped.jsonl"
 """Rows that were left out, with file, line and reason."""
 LENGTHS: dict[str, np.dtype[Any]] = {
@@ -183,7 +185,7 @@ class TokenSet:
         expected = {name: tokens * self._dtype.itemsize for name, tokens in self.index.shards}
         expected[DOCUMENTS] = self.index.documents * ENDS.itemsize
         if self.index.marked:
-            expected |= {mask_of(name): tokens for name, tokens in self.index.shards}
+            expected |= {MASK + name: tokens for name, tokens in self.index.shards}
             own = (*FILES_OF_KIND[self.index.kind], *((MARGINS,) if self.index.margins else ()))
             expected |= {name: self.index.documents * LENGTHS[name].itemsize for name in own}
         problems = []
@@ -282,18 +284,13 @@ class TokenSet:
 
     def _shard(self, number: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         name, tokens = self.index.shards[number]
-        name = name if dtype == self._dtype else mask_of(name)
+        name = name if dtype == self._dtype else MASK + name
         mapped = self._maps.get(name)
         if mapped is None:
             if len(self._maps) >= _MAPPED_AT_ONCE:
                 self._maps.pop(next(iter(self._maps)), None)
             mapped = self._maps[name] = _map(self.folder / name, dtype, tokens)
         return mapped
-
-
-def mask_of(shard: str) -> str:
-    """The file with the mask of a shard."""
-    return f"mask-{shard}"
 
 
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:

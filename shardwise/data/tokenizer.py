@@ -153,8 +153,7 @@ class ByteTokenizer:
         return END_NAMES[0] if token == self.end else ""
 
     def save(self, folder: str | Path) -> None:
-        _write_marker(Path(folder), {"kind": BYTE})
-        _write_template(Path(folder), self.template)
+        _save(Path(folder), {"kind": BYTE}, self.template)
 
 
 class JsonTokenizer:
@@ -240,11 +239,8 @@ class JsonTokenizer:
         return Pieces(self._library, json.loads(self._content).get("decoder"), frozenset(self._names))
 
     def save(self, folder: str | Path) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / FILE).write_bytes(self._content)
         others = {role: self.special_tokens.get(role, ("", 0))[0] for role in OTHER_NAMES}
-        _write_marker(Path(folder), {"kind": self.kind, "end": self.end_name, **others})
-        _write_template(Path(folder), self.template)
+        _save(Path(folder), {"kind": self.kind, "end": self.end_name, **others}, self.template, self._content)
 
 
 def _tokens_of(encoding: Any, span: tuple[int, int]) -> slice:
@@ -343,14 +339,13 @@ def _template(folder: Path) -> str:
     return (choose_template(folder) or ("", ""))[0]
 
 
-def _write_template(folder: Path, template: str) -> None:
+def _save(folder: Path, marker: dict[str, str], template: str, content: bytes = b"") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if content:
+        (folder / FILE).write_bytes(content)
+    (folder / MARKER).write_text(json.dumps(marker) + "\n", encoding="utf-8")
     if template:
         (folder / TEMPLATE).write_text(template, encoding="utf-8")
-
-
-def _write_marker(folder: Path, marker: dict[str, str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARKER).write_text(json.dumps(marker) + "\n", encoding="utf-8")
 
 
 def _read_marker(folder: Path) -> dict[str, str]:
