@@ -16,6 +16,7 @@ import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection, Listener, wait
 
+import torch
 import torch.distributed as dist
 
 from shardwise.run.served import ServingRank
@@ -114,8 +115,6 @@ def _sent_at_once(connection: Connection) -> Connection:
 
 def lowest(values: Sequence[int]) -> list[int]:
     """The minimum of each number over all ranks."""
-    import torch
-
     made = torch.tensor(values)
     dist.all_reduce(made, op=dist.ReduceOp.MIN)
     return made.tolist()

@@ -54,13 +54,6 @@ def _said(e: Exception) -> str:
     return str(e).splitlines()[0][:100] if str(e) else type(e).__name__
 
 
-def _decoded(data: bytes, place: int, size: int) -> Row:
-    try:
-        return Row(place, size, data.decode("utf-8"))
-    except UnicodeDecodeError as e:
-        return _not_utf8(place, size, e)
-
-
 def _not_utf8(place: int, size: int, e: UnicodeDecodeError) -> Row:
     return Row(place, size, wrong="not UTF-8 text", detail=f" at byte {place + e.start}")
 
@@ -71,9 +64,10 @@ def _text(file: File, longest: int) -> Iterator[Row]:
         if len(data) > longest:
             yield Row(0, min(file.bytes, 2**32 - 1), wrong=_too_long(longest))
         elif data:
-            row = _decoded(data.removeprefix(BOM), 0, len(data))
-            row.meta["form"] = "text"
-            yield row
+            try:
+                yield Row(0, len(data), data.removeprefix(BOM).decode("utf-8"), meta={"form": "text"})
+            except UnicodeDecodeError as e:
+                yield _not_utf8(0, len(data), e)
 
 
 def _too_long(longest: int) -> str:
