@@ -89,6 +89,8 @@ def engine_step(sequences: int, logprobs: int | None, steps: int = 40) -> float:
             config = derive_model(ModelConfig(layers=1, hidden=32, heads=4, vocab=64), 4 * steps)
             pages = sequences * (4 * steps // PAGE + 1)
             model = Transformer(config).eval().requires_grad_(False)
+            for parameter in model.parameters():
+                parameter.zero_()  # what memory held may give logits that are not finite, which end a sequence
             super().__init__(model, pages, PAGE, sequences, 4 * steps, torch.float32)
             self.records = True
 
