@@ -40,7 +40,7 @@ from shardwise.run.served import ServingRank
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 """Returns the box of a named tensor of the full model, given its offset and size."""
 AddUp = Callable[[Tensor], Tensor]
-"""Sums the ranks' partial results, in place."""
+"""Sums the ranks' partial results."""
 
 
 class Peers:
@@ -127,6 +127,21 @@ class AllReduceLinear(Linear):
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding cut by vocabulary: each rank looks up the tokens it has, and `add_up` sums the results over the ranks."""
+
+    def __init__(self, embedding: nn.Embedding, start: int, add_up: AddUp) -> None:
+        """Replaces an uncut embedding; `start` is the first token of this rank."""
+        super().__init__(embedding.num_embeddings, embedding.embedding_dim, device="meta")
+        self.weight, self.start, self.add_up = embedding.weight, start, add_up
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        local = tokens - self.start
+        known = (local >= 0) & (local < self.weight.shape[0])
+        found = F.embedding(local * known, self.weight) if self.weight.shape[0] else self.weight.new_zeros(1)
+        return self.add_up(torch.where(known[..., None], found, 0))
+
+
 class ExpertShareMoE(MoE):
     """An MoE layer of which this rank has some experts, or some columns of each. Its input is all tokens."""
 
@@ -207,8 +222,6 @@ def _put_on(model: Transformer, peers: Peers) -> None:
     """Replace the modules that end in a sum over ranks."""
     place, config = peers.place, model.config
     if peers.tensor is not None and model.first and model.embed is not None:
-        from shardwise.parallel.tensor import VocabParallelEmbedding  # the compiler takes seconds to import
-
         start = place.box(find_parameter(config, "embed.weight"))[0][0]
         model.embed = VocabParallelEmbedding(model.embed, start, peers.add_up)
     if peers.tensor is not None and config.position == "alibi":

@@ -77,26 +77,24 @@ class Mesh:
 
     def sharding(self, axis: str) -> DeviceMesh:
         """The device mesh for `fully_shard`: replicate x `axis` (zero or expert_shard), or `axis` alone."""
-        names = ("replicate", axis) if self.sharding_replicas > 1 else (axis,)
-        if names not in self._meshes:
-            groups = [self._groups[name] or self._alone() for name in names]
-            members: list[int] | list[list[int]] = self.coordinates.members(axis)
-            if len(names) > 1:
-                replicas = self.coordinates.members("replicate")
-                members = [RankCoordinates(self.layout, rank).members(axis) for rank in replicas]
-            self._meshes[names] = DeviceMesh.from_group(
-                groups if len(groups) > 1 else groups[0], self.device_type, members, mesh_dim_names=names
-            )
-        return self._meshes[names]
+        return self._device_mesh(("replicate", axis) if self.sharding_replicas > 1 else (axis,))
 
     def secondary(self, axis: str) -> DeviceMesh:
         """The device mesh for secondary shards of parameters sharded over an axis: secondary groups x ranks of a group."""
         alike = axis == "zero" or self.layout.expert == 1
-        names = ("between_secondary", "secondary" if alike else "expert_secondary")
+        return self._device_mesh(("between_secondary", "secondary" if alike else "expert_secondary"))
+
+    def _device_mesh(self, names: tuple[str, ...]) -> DeviceMesh:
+        """The device mesh of one group, or of the ranks of a group with a group each."""
         if names not in self._meshes:
-            rows = [RankCoordinates(self.layout, rank).members(names[1]) for rank in self.coordinates.members(names[0])]
             groups = [self._groups[name] or self._alone() for name in names]
-            self._meshes[names] = DeviceMesh.from_group(groups, self.device_type, rows, mesh_dim_names=names)
+            members: list[int] | list[list[int]] = self.coordinates.members(names[-1])
+            if len(names) > 1:
+                first = self.coordinates.members(names[0])
+                members = [RankCoordinates(self.layout, rank).members(names[1]) for rank in first]
+            self._meshes[names] = DeviceMesh.from_group(
+                groups if len(groups) > 1 else groups[0], self.device_type, members, mesh_dim_names=names
+            )
         return self._meshes[names]
 
     def _alone(self) -> dist.ProcessGroup:

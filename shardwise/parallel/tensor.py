@@ -13,7 +13,6 @@ that does not divide evenly and is sharded again by `fully_shard`, and activatio
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
@@ -31,6 +30,7 @@ from shardwise.model.loss import ChunkedCrossEntropy, ScoreHead
 from shardwise.model.moe.layer import MoE
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group, all_gather, all_gather_sequence, all_reduced, reduce_scatter_sequence
+from shardwise.parallel.inference import VocabParallelEmbedding
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.overlap import GatheredLinear, all_gather_into_gemm, first_matrix, gemm_reduce_scatter
 from shardwise.run.parameters import shard_bounds
@@ -83,21 +83,6 @@ class ReplicatedKVLinear(Linear):
         low_rank = self.low_rank(x)
         out = self.gemm(x, self.weight[self.rows], self.bias[self.rows] if self.bias is not None else None)
         return out if low_rank is None else out + low_rank
-
-
-class VocabParallelEmbedding(nn.Embedding):
-    """An embedding cut by vocabulary: each rank looks up the tokens it has, and `add_up` sums the results over the ranks."""
-
-    def __init__(self, embedding: nn.Embedding, start: int, add_up: Callable[[Tensor], Tensor]) -> None:
-        """Replaces an uncut embedding; `start` is the first token of this rank."""
-        super().__init__(embedding.num_embeddings, embedding.embedding_dim, device="meta")
-        self.weight, self.start, self.add_up = embedding.weight, start, add_up
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        local = tokens - self.start
-        known = (local >= 0) & (local < self.weight.shape[0])
-        found = F.embedding(local * known, self.weight) if self.weight.shape[0] else self.weight.new_zeros(1)
-        return self.add_up(torch.where(known[..., None], found, 0))
 
 
 class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
@@ -213,13 +198,6 @@ def local_sequence(x: Tensor, mesh: Mesh) -> Tensor:
     return x.chunk(mesh.size("tensor"), dim=1)[mesh.index("tensor")]
 
 
-def _gather_input(group: Group) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (all_gather_sequence(args[0], group), *args[1:])
-
-    return hook
-
-
 def _cut(module: nn.Module, last: str, group: Group, overlap: bool, gathers: bool = True) -> None:
     """Gather a module's input, unless it is already gathered, and reduce-scatter its output; its matrices in between are cut by
     columns, the last one by rows."""
@@ -227,7 +205,7 @@ def _cut(module: nn.Module, last: str, group: Group, overlap: bool, gathers: boo
     if not gathers:
         pass
     elif first is None:
-        module.register_forward_pre_hook(_gather_input(group))
+        module.register_forward_pre_hook(lambda _, args: (all_gather_sequence(args[0], group), *args[1:]))
     else:
         gathered = GatheredLinear.taking_over(getattr(module, first))
         setattr(module, first, gathered)
