@@ -76,18 +76,12 @@ def _rounded(
     reader: Reader, name: str, form: WeightFormat, dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
     """A matrix, or a stack of them one after the other, quantized to a format as it is read."""
-    shape = reader.shape(name)
-    made = []
-    for n in range(shape[0] if len(shape) > 2 else 1):
-        matrix = reader.row(name, n) if len(shape) > 2 else reader.get(name)
-        matrix = matrix.to(device)
-        made.append(round_matrix(matrix, form, dtype))
-    packed = [each for each in made if each is not None]
+    shape, stacked = reader.shape(name), len(reader.shape(name)) > 2
+    matrices = (reader.row(name, n) for n in range(shape[0])) if stacked else map(reader.get, [name])
+    packed = [made for matrix in matrices if (made := round_matrix(matrix.to(device), form, dtype)) is not None]
     if not packed:  # the format cannot hold rows of this length
         return reader.get(name).to(device, dtype)
-    return nn.Parameter(
-        QuantizedMatrix.joined(packed, stack=True) if len(shape) > 2 else packed[0], requires_grad=False
-    )
+    return nn.Parameter(QuantizedMatrix.joined(packed, stack=True) if stacked else packed[0], requires_grad=False)
 
 
 def load_share(

@@ -155,7 +155,9 @@ def write_companions(source: Path, folder: Path, config: ModelConfig, values: di
     the ids of special tokens, and the config."""
     copy_companions(source, folder)
     generation = read_json(source / GENERATION) if (source / GENERATION).is_file() else {}
-    tokenizer = _tokenizer(source)
+    tokenizer: Tokenizer | None = None
+    with contextlib.suppress(UserError):  # not every checkpoint has one
+        tokenizer = load_tokenizer(source)
     ids = {key: generation.get(key) for key in TOKEN_IDS}
     if tokenizer is not None:
         ids = token_ids(tokenizer) | {key: value for key, value in ids.items() if value is not None}
@@ -164,14 +166,6 @@ def write_companions(source: Path, folder: Path, config: ModelConfig, values: di
     ids = dict.fromkeys(TOKEN_IDS) | ids  # all three, since architectures have defaults of their own
     write_json(folder / GENERATION, generation | ids)
     write_json(folder / "config.json", values | ids)
-
-
-def _tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint; None if it has none."""
-    try:
-        return load_tokenizer(folder)
-    except UserError:
-        return None
 
 
 def _write_missing(file: Path, content: dict[str, Any] | None) -> None:
