@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.model.layers import Linear
+from shardwise.model.quantized.formats import E4M3
 from shardwise.model.quantized.fp8 import Fp8Matrix
-from shardwise.model.quantized.scaled import E4M3, cast, cast_rows, scale_of
+from shardwise.model.quantized.scaled import cast, cast_rows, scale_of
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.tensor import ReplicatedKVLinear
 from shardwise.run import Run

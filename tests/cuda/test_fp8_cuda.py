@@ -13,10 +13,9 @@ import torch
 from parallel_pool import RankPool
 from torch import Tensor, nn
 
+from shardwise.model.quantized.formats import E4M3, E5M2
 from shardwise.model.quantized.fp8 import GEMMS, scaled_mm, use_fp8
 from shardwise.model.quantized.scaled import (
-    E4M3,
-    E5M2,
     amax,
     amax_reference,
     cast,

@@ -18,8 +18,8 @@ from shardwise.model.gemm.cublaslt import Multiplication, Shape
 from shardwise.model.gemm.decoding import DecodingGemms, Kind
 from shardwise.model.gemm.tuned import fp8_gemm_onto, tuned_scaled_mm
 from shardwise.model.layers import Gemm, Linear
+from shardwise.model.quantized.formats import E4M3, E5M2
 from shardwise.model.quantized.fp8 import scaled_mm
-from shardwise.model.quantized.scaled import E4M3, E5M2
 from shardwise.parallel import apply
 from shardwise.run import run_from_dict
 from shardwise.train import tune_gemms

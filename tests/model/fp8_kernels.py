@@ -10,14 +10,8 @@ from torch import Tensor
 
 from shardwise.model.kernels import quantize
 from shardwise.model.kernels.quantize import amax_fused, cast_fused, cast_rows_fused, transpose_fused
-from shardwise.model.quantized.scaled import (
-    E4M3,
-    E5M2,
-    amax_reference,
-    cast_reference,
-    cast_rows_reference,
-    transpose_reference,
-)
+from shardwise.model.quantized.formats import E4M3, E5M2
+from shardwise.model.quantized.scaled import amax_reference, cast_reference, cast_rows_reference, transpose_reference
 
 
 def same(*pairs: tuple[Tensor, Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise.model.gemm.accumulate import ACCUMULATE, SUMS
 from shardwise.model.gemm.tuned import fp8_gemm, gemm
-from shardwise.model.quantized.scaled import E4M3
+from shardwise.model.quantized.formats import E4M3
 
 
 def residual(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:

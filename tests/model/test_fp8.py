@@ -19,11 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.data.batches import Batch
 from shardwise.model.layers import Linear
+from shardwise.model.quantized.formats import E4M3, E5M2, TOP
 from shardwise.model.quantized.fp8 import GEMMS, Fp8Gemm, Fp8Matrix, use_fp8
 from shardwise.model.quantized.scaled import (
-    E4M3,
-    E5M2,
-    TOP,
     amax,
     cast,
     cast_reference,

@@ -16,8 +16,8 @@ from shardwise.model.gemm.decoding import DecodingGemms, is_right
 from shardwise.model.gemm.experiment import Experiment
 from shardwise.model.kernels.attention import tiles
 from shardwise.model.layers import Gemm, Linear
+from shardwise.model.quantized.formats import E4M3, E5M2
 from shardwise.model.quantized.fp8 import scaled_mm
-from shardwise.model.quantized.scaled import E4M3, E5M2
 from shardwise.run import run_from_dict
 from shardwise.run.derive import tunes_gemms
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.model.kernels.gated import activated
-from shardwise.model.quantized.scaled import E4M3, TOP
+from shardwise.model.quantized.formats import E4M3, TOP
 
 SCAN = 4096
 """Elements that a program reads at once to find the amax, and (`SCANS`) how many times."""

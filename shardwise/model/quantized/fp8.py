@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.model.layers import Gemm, Linear
+from shardwise.model.quantized.formats import E4M3, E5M2
 from shardwise.model.quantized.scaled import (
-    E4M3,
-    E5M2,
     amax,
     amax_reference,
     cast,

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.model.layers import Gemm
+from shardwise.model.quantized.formats import E4M3
 from shardwise.model.quantized.matrix import QuantizedMatrix
-from shardwise.model.quantized.scaled import E4M3, cast_rows_reference
+from shardwise.model.quantized.scaled import cast_rows_reference
 from shardwise.torch_private import int_mm, scaled_mm
 
 if TYPE_CHECKING:

@@ -10,15 +10,11 @@ and its reference implementation elsewhere; values that are not finite stay so.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-E4M3 = torch.float8_e4m3fn
-E5M2 = torch.float8_e5m2
-TOP = {dtype: math.frexp(torch.finfo(dtype).max)[1] - 1 for dtype in (E4M3, E5M2)}
-"""The exponent of each format's largest number, which is 1.75 times two to that power."""
+from shardwise.model.quantized.formats import TOP
+
 LOWEST = 27
 """The exponent of the smallest scale, biased as in float32: two to the power of -100, so that its inverse is finite."""
 
