@@ -72,7 +72,7 @@ def _shapes(planned: PlannedRank, fragment: int | None = None) -> Counter[tuple[
         outside = planned.outer_parameters(stage) if not fragment else ()
         for parameter in (*inside, *outside):
             shape = parameter.own_shape(*planned.sharding(parameter))
-            if parameter.learns and math.prod(shape):
+            if parameter.learns and 0 not in shape:
                 shapes[shape] += 1
     return shapes
 
