@@ -7,7 +7,7 @@ result and one block, or one matrix of a stack. Nothing here can load a pickle, 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -198,3 +198,21 @@ def _nothing_to_read(folder: Path) -> Problem:
             where=str(folder),
         )
     return Problem("holds no model.safetensors and no model.safetensors.index.json", where=str(folder))
+
+
+def compare_shapes(reader: Reader, expected: dict[str, tuple[int, ...]], names: Iterable[str]) -> list[Problem]:
+    """The problems with a folder's tensors `names`: each should be in `expected`, with that shape."""
+    where, names = str(reader.folder), list(names)
+    problems = []
+    if missing := [name for name in expected if name not in reader]:
+        problems.append(Problem(f"tensors are missing: {some(missing)}", where=where))
+    if unexpected := [name for name in names if name not in expected]:
+        problems.append(Problem(f"holds tensors that this network does not have: {some(unexpected)}", where=where))
+    wrong = [
+        f"{name} is {list(reader.shape(name))} and should be {list(expected[name])}"
+        for name in names
+        if name in expected and reader.shape(name) != expected[name]
+    ]
+    if wrong:
+        problems.append(Problem(f"shapes do not fit the network: {some(wrong)}", where=where))
+    return problems

@@ -13,18 +13,15 @@ of all residuals, so nothing is lost; and factors start anew, which error feedba
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from shardwise.checkpoint.format import RUN_FILE, LocalShard
 from shardwise.checkpoint.reader import Reader
+from shardwise.checkpoint.run_state import State
 from shardwise.parallel.local_parameter import local, local_box, replica_index
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import AXES, read_run
-
-if TYPE_CHECKING:  # it imports this file
-    from shardwise.checkpoint.state import State
 
 FACTOR = "factor"
 

@@ -30,7 +30,8 @@ from shardwise.checkpoint.format import RUN_FILE, OtherFormat, Progress, damage,
 from shardwise.checkpoint.job import check_same_data, check_same_job, gather, model_differences
 from shardwise.checkpoint.reader import Reader, open_checkpoint
 from shardwise.checkpoint.replicas import load_outer, load_unsent, prefix_read
-from shardwise.checkpoint.state import Network, State, buffers, random_states
+from shardwise.checkpoint.run_state import Network, State
+from shardwise.checkpoint.state import buffers, random_states
 from shardwise.checkpoint.versions import load_versions
 from shardwise.checkpoint.weights import begins_anew, open_weights
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer

@@ -24,7 +24,8 @@ from shardwise.checkpoint.commit import Description, NotSaved, await_shards, com
 from shardwise.checkpoint.folder import checkpoints_of, draft_of_step, folder_of_step, remove, retire
 from shardwise.checkpoint.format import LocalShard, Progress, unwatched
 from shardwise.checkpoint.job import gather
-from shardwise.checkpoint.state import Staging, State, local_shards
+from shardwise.checkpoint.run_state import State
+from shardwise.checkpoint.state import Staging, local_shards
 from shardwise.checkpoint.writer import report_failure, write_shards
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.files import sync

@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,12 +18,9 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.format import LocalShard
 from shardwise.checkpoint.replicas import outer_shards, own_prefix, unsent_shards
+from shardwise.checkpoint.run_state import State
 from shardwise.checkpoint.versions import version_shards
-from shardwise.parallel.apply import Parallel
-from shardwise.parallel.asynchronous import Versions
-from shardwise.parallel.compress.exchange import Exchange
 from shardwise.parallel.local_parameter import (
-    LocalParameter,
     holds_first_slice,
     leaves,
     local,
@@ -32,71 +28,9 @@ from shardwise.parallel.local_parameter import (
     replica_index,
     stage_replica_index,
 )
-from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.outer import Outer
-from shardwise.run import Run
 from shardwise.run.parameters import shard_bounds
 
 SMALLEST = 1 << 20  # bytes; ranks that hold the same shard divide it into shares of at least this size
-
-
-class OptimizerState(Protocol):
-    """The optimizer's tensors, by the index of their parameter."""
-
-    def state_of(self, index: int) -> dict[str, Tensor]: ...
-
-    def set_state(self, index: int, values: dict[str, Tensor]) -> None: ...
-
-
-class LossScale(Protocol):
-    """The loss scale of float16, and the number of good steps in a row."""
-
-    scale: float
-    good: int
-
-
-class Updates(Protocol):
-    """Updates the weights of an asynchronous pipeline; `train.asynchronous.Updates` is one."""
-
-    learned: list[LocalParameter]
-    versions: Versions
-
-    def restart(self) -> None:
-        """Continue from the current train state."""
-
-
-class Network(Protocol):
-    """A rank's part of a network, on its mesh."""
-
-    run: Run
-    mesh: Mesh
-    device: torch.device
-    parallel: Parallel
-
-
-class State(Network, Protocol):
-    """The state of a run in progress that a checkpoint saves and restores. `train.step.TrainState` is one."""
-
-    job: Run
-    """The run that a checkpoint describes: `run`, or, for one replica of an elastic run, the full run on this replica's ranks."""
-    step: int
-    tokens: int
-    kept: dict[str, Tensor]
-    """Other tensors of a run, the same on every rank."""
-    exchange: Exchange | None
-    outer: Outer | None
-
-    @property
-    def updates(self) -> Updates | None: ...
-
-    @property
-    def optimizer(self) -> OptimizerState: ...
-
-    @property
-    def loss_scale(self) -> LossScale: ...
-
-    def drain(self) -> None:
-        """Finish the passes that an asynchronous pipeline has in flight."""
 
 
 def local_shards(state: State, smallest: int = SMALLEST) -> list[LocalShard]:

@@ -6,17 +6,14 @@ versions that its schedule needs, and uses the current weights for those that ar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint.format import LocalShard
 from shardwise.checkpoint.reader import Reader
+from shardwise.checkpoint.run_state import State, Updates
 from shardwise.parallel.local_parameter import LocalParameter, local_box, replica_index
-
-if TYPE_CHECKING:  # it imports this file
-    from shardwise.checkpoint.state import State, Updates
 
 
 def _earlier(updates: Updates) -> Iterator[tuple[str, LocalParameter, Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.adapters import MergedReader, adapter_shapes, base_of
 from shardwise.checkpoint.folder import checkpoint_folder
-from shardwise.checkpoint.format import RUN_FILE, Progress, some, unwatched
-from shardwise.checkpoint.reader import Reader, open_checkpoint
+from shardwise.checkpoint.format import RUN_FILE, Progress, unwatched
+from shardwise.checkpoint.reader import Reader, compare_shapes, open_checkpoint
 from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.quantized.rounding import round_matrix
 from shardwise.model.transformer import Transformer
@@ -145,21 +145,3 @@ def state_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the network's state, without allocating it."""
     with torch.device("meta"):
         return {name: tuple(t.shape) for name, t in Transformer(config).state_dict().items()}
-
-
-def compare_shapes(reader: Reader, expected: dict[str, tuple[int, ...]], names: Iterable[str]) -> list[Problem]:
-    """The problems with a folder's tensors `names`: each should be in `expected`, with that shape."""
-    where, names = str(reader.folder), list(names)
-    problems = []
-    if missing := [name for name in expected if name not in reader]:
-        problems.append(Problem(f"tensors are missing: {some(missing)}", where=where))
-    if unexpected := [name for name in names if name not in expected]:
-        problems.append(Problem(f"holds tensors that this network does not have: {some(unexpected)}", where=where))
-    wrong = [
-        f"{name} is {list(reader.shape(name))} and should be {list(expected[name])}"
-        for name in names
-        if name in expected and reader.shape(name) != expected[name]
-    ]
-    if wrong:
-        problems.append(Problem(f"shapes do not fit the network: {some(wrong)}", where=where))
-    return problems

@@ -28,7 +28,9 @@ from shardwise.serve.prepare import check_served, draft_runner_of, load_draft, m
 from shardwise.serve.request import Finish, Logprob, Output, Request, Stats
 from shardwise.serve.runner import Row, Runner
 from shardwise.serve.sampler import logprobs_of, read_logprobs, seed_of
-from shardwise.serve.speculate.drafter import DraftCounts, drafter_of
+from shardwise.serve.speculate.draft import DraftModel
+from shardwise.serve.speculate.drafter import DraftCounts, Drafter
+from shardwise.serve.speculate.ngram import NgramDrafter
 from shardwise.serve.under_way import Answer, LaunchedStep, order_of
 
 
@@ -373,3 +375,10 @@ def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:
     model, _ = load_model(folder, dtype, device, exactly_read(run, device), run.serve.weights)
     model.dtype = dtype
     return engine_of(model.requires_grad_(False), run, longest=longest, draft=load_draft(run, device))
+
+
+def drafter_of(settings: ServeConfig, draft: Runner | None) -> Drafter | None:
+    """The drafter that `serve.speculate` names; `draft` is the runner of the draft model."""
+    if settings.speculate == "ngram":
+        return NgramDrafter(settings.ngram_min, settings.ngram_max, settings.draft_tokens)
+    return DraftModel(draft, settings.draft_tokens) if draft is not None else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +20,7 @@ from shardwise.parallel.gradients import reduce_partial_gradients
 from shardwise.torch_private import local_shard, preserved_versions
 from shardwise.train.batches.microbatches import on_device
 from shardwise.train.progress.result import StepResult
-
-if TYPE_CHECKING:
-    from shardwise.train.step import TrainState
+from shardwise.train.step_state import StepState
 
 
 class LateResult(StepResult):
@@ -56,7 +53,7 @@ class LateResult(StepResult):
 class Updates:
     """The weight updates of an asynchronous pipeline. A rank makes each one as soon as it has the gradients."""
 
-    def __init__(self, state: TrainState, pipeline: AsynchronousPipeline) -> None:
+    def __init__(self, state: StepState, pipeline: AsynchronousPipeline) -> None:
         self.learned = [h for h in state.parallel.parameters if not h.entry.frozen]
         self.state, self.pipeline = state, pipeline
         self.versions = Versions([h.parameter for h in self.learned], state.parallel.models)
@@ -85,23 +82,23 @@ class Updates:
         self.pipeline.restart(step)
         self.versions.restart(step, self.pipeline.version(step * self.pipeline.schedule.microbatches))
 
+    def train_step(self, batch: Batch, stop: bool) -> StepResult:
+        """One step of an asynchronous pipeline."""
+        state, layout, objective = self.state, self.state.run.layout, self.state.objective
+        share = objective.count(batch) * layout.data_ranks / layout.world
+        counted = state.start_all_reduce(
+            on_device(torch.tensor([share, float(stop)], dtype=torch.float64), state.device)
+        )
+        state.step += 1
+        state.tokens += state.run.batch_tokens if batch.step_tokens is None else batch.step_tokens
+        self.due.append((state.step, counted))
+        loss = state.passes(batch)
+        own = torch.cat((loss[None], objective.measured)).double() / layout.tensor
+        sums = state.start_all_reduce(torch.cat((self.square[None], own)))
 
-def train_step(state: TrainState, batch: Batch, stop: bool) -> StepResult:
-    """One step of an asynchronous pipeline."""
-    assert state.updates is not None
-    layout, objective = state.run.layout, state.objective
-    share = objective.count(batch) * layout.data_ranks / layout.world
-    counted = state.start_all_reduce(on_device(torch.tensor([share, float(stop)], dtype=torch.float64), state.device))
-    state.step += 1
-    state.tokens += state.run.batch_tokens if batch.step_tokens is None else batch.step_tokens
-    state.updates.due.append((state.step, counted))
-    loss = state.passes(batch)
-    own = torch.cat((loss[None], objective.measured)).double() / layout.tensor
-    sums = state.start_all_reduce(torch.cat((state.updates.square[None], own)))
+        def wait() -> Tensor:
+            found, count = sums(), counted()
+            over = found[1:] / count[0].clamp(min=1)
+            return torch.cat((over[:1], found[:1].sqrt(), count[1:2], over[1:]))
 
-    def wait() -> Tensor:
-        found, count = sums(), counted()
-        over = found[1:] / count[0].clamp(min=1)
-        return torch.cat((over[:1], found[:1].sqrt(), count[1:2], over[1:]))
-
-    return LateResult(state.step, state.optimizer.learning_rate(state.step), wait)
+        return LateResult(state.step, state.optimizer.learning_rate(state.step), wait)

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +30,7 @@ from shardwise.run import Run
 from shardwise.run.coordinates import ranks_of_replica
 from shardwise.train.faults.guard import History
 from shardwise.train.progress.metrics import Metrics, read_metrics
-
-if TYPE_CHECKING:
-    from shardwise.train.step import TrainState
+from shardwise.train.step_state import StepState
 
 
 def run_of_replica(run: Run) -> Run:
@@ -69,7 +67,7 @@ class Elastic:
         """This replica's samples of a global batch."""
         return np.split(indices, self.layout.replicate)[self.place.replica]
 
-    def begin(self, state: TrainState) -> bool:
+    def begin(self, state: StepState) -> bool:
         """Wait until this replica may take part. Returns whether it received another replica's state and continues from it."""
         while (answer := self.members.begin())["source"] >= 0:
             ok = True
@@ -81,7 +79,7 @@ class Elastic:
                 return True
         return False
 
-    def after_step(self, state: TrainState, metrics: Metrics | SharedMetrics | None) -> None:
+    def after_step(self, state: StepState, metrics: Metrics | SharedMetrics | None) -> None:
         """If an exchange was just applied, send this replica's state to the joining replicas assigned to it."""
         decided = state.outer.decided if isinstance(state.outer, ElasticOuter) else None
         if decided is None:
@@ -103,7 +101,7 @@ def _name(decided: Answer, joiner: int) -> str:
     return f"state/{decided['era']}/{decided['round']}/{joiner}"
 
 
-def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+def _tensors(state: StepState) -> Iterator[tuple[str, Tensor]]:
     """All tensors of this rank's state, in an order that is the same on the same rank of every replica."""
     assert state.outer is not None
     for n, each in enumerate(state.parallel.parameters):
@@ -118,7 +116,7 @@ def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
         yield f"buffer/{name}", buffer
 
 
-def packed(state: TrainState) -> tuple[str, list[Tensor]]:
+def packed(state: StepState) -> tuple[str, list[Tensor]]:
     """Returns a description of the state, as JSON, and a copy of its tensors on the host."""
     named = list(_tensors(state))
     copies = [value.detach().to("cpu", copy=True).contiguous() for _, value in named]
@@ -141,7 +139,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def receive(state: TrainState, members: Members, name: str, source: int) -> None:
+def receive(state: StepState, members: Members, name: str, source: int) -> None:
     """Receive a member's state."""
     assert state.outer is not None
     group = members.take(name, source)

@@ -134,7 +134,7 @@ class TrainState:
         for model in self.parallel.models:
             model.train()
         if self.updates is not None:
-            return asynchronous.train_step(self, batch, stop)
+            return self.updates.train_step(batch, stop)
         layout, phase = self.run.layout, self.observers.phase
         self.as_one = self.outer is not None and self.outer.is_plain(self.step + 1)
         with phase("gradients"):

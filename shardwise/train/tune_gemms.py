@@ -21,7 +21,7 @@ from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Shape, librar
 from shardwise.model.gemm.experiment import Experiment
 from shardwise.model.gemm.tuned import Choices, choices
 from shardwise.run.derive import tunes_gemms
-from shardwise.train.step import TrainState
+from shardwise.train.step_state import StepState
 
 STEPS = 256
 """Steps with randomly drawn algorithms. If step times vary by 0.6%, as seen on an H200, this measures an effect to about 0.2%."""
@@ -31,7 +31,7 @@ SHAPES = 32
 """Maximum number of GEMM shapes that are tuned; a network has about twenty."""
 
 
-def attach(train_state: TrainState, log: Callable[[str], None] = lambda _: None) -> None:
+def attach(train_state: StepState, log: Callable[[str], None] = lambda _: None) -> None:
     """Tune the GEMMs of a train state, if its run asks for it."""
     gpu = train_state.device.type == "cuda"
     if tunes_gemms(train_state.run, gpu=gpu) and library() is not None:

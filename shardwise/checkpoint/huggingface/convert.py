@@ -31,8 +31,8 @@ from shardwise.checkpoint.huggingface.packed.scheme import read_packing
 from shardwise.checkpoint.huggingface.quantized import open_published
 from shardwise.checkpoint.huggingface.tensors import Link, Shifted, left_out, links, links_of_folder, sort_out
 from shardwise.checkpoint.huggingface.tokenizer import made_tokenizer, token_ids, tokenizer_config
-from shardwise.checkpoint.reader import Reader, find_weights, open_checkpoint
-from shardwise.checkpoint.weights import compare_shapes, open_weights, state_shapes
+from shardwise.checkpoint.reader import Reader, compare_shapes, find_weights, open_checkpoint
+from shardwise.checkpoint.weights import open_weights, state_shapes
 from shardwise.checkpoint.writer import FILE_BYTES, Entry, write_weights
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.files import sync, write_atomically

@@ -49,8 +49,7 @@ from shardwise.checkpoint.huggingface.tensors import (
     like_gpt2,
     links,
 )
-from shardwise.checkpoint.reader import Reader, open_checkpoint
-from shardwise.checkpoint.weights import compare_shapes
+from shardwise.checkpoint.reader import Reader, compare_shapes, open_checkpoint
 from shardwise.checkpoint.writer import Entry, write_weights
 from shardwise.data.chat.files import FILE as TEMPLATE
 from shardwise.data.chat.files import choose_template

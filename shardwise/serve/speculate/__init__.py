@@ -8,6 +8,6 @@ accepted as often as with rejection sampling. A draft model draws with the same 
 1 / sum over y of max(p(y)/p(x), q(y)/q(x)), between (1 - d) / (1 + d) and 1 - d for a total variation d of the two (Daliri, Musco
 and Suresh 2024); rejection sampling would accept 1 - d, and return other tokens for a seed.
 
-`ngram.py` drafts the tokens that followed the same n-gram before, `draft.py` uses a draft model, and `drafter.py` chooses between
-them and counts how many were accepted.
+`ngram.py` drafts the tokens that followed the same n-gram before, `draft.py` uses a draft model, and `drafter.py` says what the
+engine asks of both and counts how many drafts were accepted.
 """

@@ -1,17 +1,12 @@
-"""The drafter that an engine uses, and how many of its drafts were accepted."""
+"""What an engine asks of a drafter, and how many of its drafts were accepted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING
 
-from shardwise.run.sections.serve import ServeConfig
 from shardwise.schedules.serving import Sequence, Step
 from shardwise.serve.request import Sampling
-
-if TYPE_CHECKING:
-    from shardwise.serve.runner import Runner
 
 
 class DraftCounts:
@@ -50,17 +45,3 @@ class Drafter:
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         raise NotImplementedError
-
-
-def drafter_of(settings: ServeConfig, draft: Runner | None) -> Drafter | None:
-    """The drafter that `serve.speculate` names; `draft` is the runner of the draft model."""
-    if settings.speculate == "ngram":
-        from shardwise.serve.speculate.ngram import NgramDrafter
-
-        return NgramDrafter(settings.ngram_min, settings.ngram_max, settings.draft_tokens)
-    if settings.speculate == "draft":
-        from shardwise.serve.speculate.draft import DraftModel
-
-        assert draft is not None
-        return DraftModel(draft, settings.draft_tokens)
-    return None

@@ -72,13 +72,14 @@ class TokenSource:
         return {}
 
     def evaluate(self) -> tuple[dict[str, Any], str]:
-        samples = evenly_spaced(self.data.validation.count, self.state.run.train.eval_sequences)
-        loss = self.state.evaluate(self.data.validation.take, samples)
+        validation, train = self.data.validation, self.state.run.train
+        loss = self.state.evaluate(validation.take, evenly_spaced(validation.count, train.eval_sequences))
         found: dict[str, Any] = {"eval_loss": loss}
-        if self.state.run.train.samples:
+        if train.samples:
             from shardwise.train.progress.samples import sample_texts
 
-            found["samples"] = sample_texts(self.state, self.data.validation, self.tokenizer)
+            chosen = evenly_spaced(validation.count, train.samples)
+            found["samples"] = sample_texts(self.state, validation, chosen, self.tokenizer)
         return found, f"validation loss {loss:.4f}"
 
     def before_saving(self) -> None:

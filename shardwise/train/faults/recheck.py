@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from shardwise.data.batches import Batch
 from shardwise.parallel.local_parameter import local
 from shardwise.run import Problem, UserError
-
-if TYPE_CHECKING:
-    from shardwise.train.step import TrainState
+from shardwise.train.step_state import StepState
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -60,7 +58,7 @@ def own_gradients(found: list[Tensor]) -> Iterator[None]:
             each.remove()
 
 
-def check_repeatable(train_state: TrainState) -> None:
+def check_repeatable(train_state: StepState) -> None:
     """Refuse a device on which two computations may differ without any corruption."""
     train = train_state.run.train
     if train.recheck_every and train_state.device.type == "cuda" and not train.deterministic:
@@ -68,7 +66,7 @@ def check_repeatable(train_state: TrainState) -> None:
         raise UserError(Problem(reason, key="train.recheck_every"))
 
 
-def passes_twice(train_state: TrainState, batch: Batch) -> Tensor:
+def passes_twice(train_state: StepState, batch: Batch) -> Tensor:
     """Run a step's forward and backward twice; raises `Corruption` on every rank if the two differ on any rank. Returns the second
     loss."""
     digests = []

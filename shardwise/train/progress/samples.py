@@ -16,17 +16,18 @@ from shardwise.data.batches import Samples
 from shardwise.data.order import key_of
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run.rules.objective import prompt_tokens
-from shardwise.train.batches.source import evenly_spaced
 from shardwise.train.step import TrainState
 
 _DRAWS = 6
 """Separates this use of the seed from others."""
 
 
-def sample_texts(state: TrainState, validation: Samples, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """`train.samples` texts as `prompt` and `text`, sampled at temperature 1; the seed and the step determine the samples."""
+def sample_texts(
+    state: TrainState, validation: Samples, chosen: np.ndarray, tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """Texts that continue the chosen samples, as `prompt` and `text`, sampled at temperature 1; the seed and the step determine
+    them."""
     train, length = state.run.train, prompt_tokens(state.run)
-    chosen = evenly_spaced(validation.count, train.samples)  # the same prompts each time, to show the progress
     found: list[dict[str, Any]] = []
     for first in range(0, len(chosen), train.microbatch):
         own = chosen[first : first + train.microbatch]

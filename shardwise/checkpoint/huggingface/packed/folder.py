@@ -28,8 +28,7 @@ from shardwise.checkpoint.huggingface.tensors import (
     links_of_folder,
     sort_out,
 )
-from shardwise.checkpoint.reader import Reader, find_weights
-from shardwise.checkpoint.weights import compare_shapes
+from shardwise.checkpoint.reader import Reader, compare_shapes, find_weights
 from shardwise.checkpoint.writer import Entry
 from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.transformer import Transformer
