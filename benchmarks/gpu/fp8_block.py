@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from shapes import need_gpu
 
-from shardwise.model.quantized.fp8 import scaled_mm, use_fp8
 from shardwise.model.quantized.formats import E4M3, E5M2
+from shardwise.model.quantized.fp8 import scaled_mm, use_fp8
 from shardwise.model.quantized.scaled import amax, cast, cast_rows, transpose
 from shardwise.model.rope import rope_cos_sin
 from shardwise.model.transformer import Block
