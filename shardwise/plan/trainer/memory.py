@@ -154,7 +154,7 @@ def _in_turn_peak(planned: PlannedRank, each: Sequence[Saved]) -> tuple[int, int
     """The same where gradients are reduced once a step, and too few microbatches follow one another for a rank to have the
     gradients of all its stages while it also has the most activations."""
     run, lay = planned.run, planned.run.layout
-    few = 1 < run.stage_microbatches < 2 * lay.pipeline or lay.schedule == "breadth-first"
+    few = 1 < run.stage_microbatches < 2 * lay.pipeline
     once = planned.is_sharded and lay.zero == 1 and not (planned.splits_backward or run.memory.hosts_optimizer)
     if lay.pipeline == 1 or not (few and once) or planned.schedule.partners or lay.asynchronous:
         return None
