@@ -105,8 +105,8 @@ def test_leaner_layouts_are_looked_at_where_none_of_the_fastest_fits(monkeypatch
     run = auto("mixtral-8x7b", 4, seq_len=8192, global_batch=128)
     real = Space.__init__
 
-    def roomy(self: Space, *given: Any) -> None:
-        real(self, *given)
+    def roomy(self: Space, *given: Any, **named: Any) -> None:
+        real(self, *given, **named)
         self.capacity *= 2.0
 
     monkeypatch.setattr(Space, "__init__", roomy)
