@@ -113,7 +113,7 @@ ON_GPU = [
     ("window", "float32", 779272),
 ]
 """Bytes a microbatch of two layers saved on an H200 with PyTorch 2.11, counted by `measure_memory`; for mixtures see
-`tests/cuda/test_experts.py`."""
+`tests/cuda/test_moe_cuda.py`."""
 
 
 @pytest.mark.parametrize(("model", "dtype", "counted"), ON_GPU)
