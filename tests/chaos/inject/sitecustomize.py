@@ -16,8 +16,8 @@ import io
 import json
 import os
 import random
+import runpy
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -293,19 +293,18 @@ def wrap_step(injector: Injector, module: ModuleType) -> None:
 
 
 def forked() -> None:
-    """In every process that is forked: a rank has imported everything already, and has its environment when its command begins."""
-    command = sys.modules.get("shardwise.cli.entry")
-    if "CHAOS_FOLDER" not in os.environ or command is None:
+    """In every process that is forked: a rank has imported everything already, and has its environment when it runs its command."""
+    if "CHAOS_FOLDER" not in os.environ:
         return
-    entry = command.entry
+    run_module = runpy.run_module
 
-    def with_faults() -> None:
+    def with_faults(*arguments: Any, **keys: Any) -> dict[str, Any]:
         injector = Injector(os.environ["CHAOS_FOLDER"], int(os.environ["RANK"]))
         wrap(injector)
         wrap_step(injector, importlib.import_module("shardwise.train.step"))
-        entry()
+        return run_module(*arguments, **keys)
 
-    command.entry = with_faults
+    runpy.run_module = with_faults
 
 
 os.register_at_fork(after_in_child=forked)
