@@ -30,7 +30,7 @@ from shardwise.ledger import Difference
 from shardwise.measure.bench.kernels import event_seconds
 from shardwise.measure.bench.machine import empty_profile
 from shardwise.measure.counts.memory import gradients_of, optimizer_of, parameters_of, unique_bytes
-from shardwise.measure.counts.rounds import microbatches_to_run, with_microbatches
+from shardwise.measure.counts.rounds import microbatches_at_peak, with_microbatches
 from shardwise.measure.dry import even_routing
 from shardwise.measure.stand_in import Hold, stand_in_collectives
 from shardwise.measure.verify import random_batch
@@ -127,7 +127,7 @@ def rehearse(
         raise UserError(Problem(f"{rank} is not a rank of a layout of {world}", "--rank", "command line"))
     device = choose_device(run.train.device)
     run = _for_chip(run, device)
-    count, _ = microbatches_to_run(run, rank)
+    count = microbatches_at_peak(run, rank)
     short = with_microbatches(run, count)
     job = replace(job_of(short), imbalance=1.0)  # as tokens are routed here
     say(f"building rank {rank} of {world}, to rehearse {count} of {run.accumulation} microbatches")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.measure.counts.rounds import microbatches_to_run, with_microbatches
+from shardwise.measure.counts.rounds import microbatches_at_peak, microbatches_to_run, with_microbatches
 from shardwise.measure.rehearse import TOLERANCE
 from shardwise.plan.cost.job import job_of
 from shardwise.plan.trainer.memory import memory_of_rank
@@ -20,7 +20,7 @@ MEASURED = {
     "8b-context": 24.1, "8x7b-tensor": 85.9, "gemma": 75.7, "32b-pipeline": 45.8, "70b-zero3": 22.6, "70b-rowwise": 8.32,
     "8x22b-fp8": 34.3, "opt": 15.3, "405b-context": 53.3,
     "8b-tensor": 30.18, "13b-rowwise": 56.85, "a3b": 54.55, "neox-pipeline": 27.23, "65b-zero2": 18.94, "32b-ulysses": 21.52,
-    "palm": 13.44, "bloom": 31.80, "8x7b-pipeline": 25.79, "mt-nlg": 15.52, "v3-fp8": 18.13, "405b-gather": 15.42,
+    "palm": 13.44, "bloom": 31.80, "mt-nlg": 15.52, "v3-fp8": 18.13, "405b-gather": 15.42,
 }  # fmt: skip
 """GiB."""
 
@@ -43,9 +43,11 @@ def test_the_plan_has_the_peak_that_was_measured(name: str) -> None:
     assert MEASURED[name] == pytest.approx(peak(*rehearsed(name)), rel=TOLERANCE["memory peak"])
 
 
-def test_with_few_microbatches_gradients_come_when_activations_go() -> None:
-    """With two rounds of microbatches, a rank has the gradients of both of its stages and the most activations at once."""
-    few, rank = rehearsed("8x7b-pipeline")
-    counts = {count: peak(with_microbatches(few, count), rank) for count in (4, 8, 16)}
-    assert counts[4] < 0.97 * counts[8]
-    assert counts[8] == pytest.approx(counts[16])
+def test_a_rehearsal_runs_enough_microbatches_for_the_gradients_of_all_stages() -> None:
+    """The gradients of a rank's first stage come last: with one round of microbatches, when most activations are gone. A rehearsal
+    of one round held 1.4 GiB less than planned."""
+    words, rank = BENCHMARK["JOBS_BESIDE_PLAN"]["8x7b-pipeline"]
+    run = read_run(None, [*words.split(), *BENCHMARK["COMMON"].split()])
+    assert (microbatches_to_run(run, rank)[0], microbatches_at_peak(run, rank)) == (4, 8)
+    run, rank = rehearsed("neox-pipeline")
+    assert microbatches_at_peak(run, rank) == 4

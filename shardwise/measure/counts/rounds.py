@@ -56,6 +56,14 @@ def microbatches_to_run(run: Run, rank: int) -> tuple[int, Sequence[int]]:
     return whole, range(0)
 
 
+def microbatches_at_peak(run: Run, rank: int) -> int:
+    """The number of microbatches of a step to run on a rank for its memory to peak as in the whole step. A rank with several stages
+    that keeps gradients whole until the end has those of all stages beside the most activations from the second round on."""
+    count, lay = microbatches_to_run(run, rank)[0], run.layout
+    rounds = 2 if lay.zero == 1 and lay.stages_per_rank > 1 else 1
+    return max(count, min(run.accumulation, rounds * lay.pipeline))
+
+
 class Repeated(Observer):
     """Reports progress, and records the counts of the microbatches in `middle`."""
 

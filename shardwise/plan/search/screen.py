@@ -347,16 +347,17 @@ class Group:
         if schedule in ("zb-h1", "zb-2p"):  # a microbatch that waits only for its weight gradients holds a share
             whole = np.array([before_input(schedule, self.pipeline, rank, at.microbatches) for rank in ranks])
             flying = whole + DEFERRED * (flying - whole)
-        splits, alone = schedule in SPLIT_BACKWARD, self.pipeline == 1 and schedule == "dualpipe-v"
-        deferred = splits & (at.microbatches > 1) if alone else splits
-        whole, in_turn = held.once, at.microbatches < 2 * self.pipeline
+        deferred = (schedule in SPLIT_BACKWARD) & (
+            (self.pipeline > 1) | (schedule != "dualpipe-v") | (at.microbatches > 1)
+        )
+        whole = held.once
         if schedule in LOOPED:  # a rank finishes its stages in turn, unless rounds of microbatches interleave them
-            whole = whole * np.where(in_turn | (schedule == "breadth-first"), 1.0 / chunks, 1.0)
+            in_turn = (at.microbatches < 2 * self.pipeline) | (schedule == "breadth-first")
+            whole = whole * np.where(in_turn, 1.0 / chunks, 1.0)
         gradients = held.gradients + np.maximum(whole, deferred) * (held.whole_gradients - held.gradients)
         losses = at.microbatches if schedule in ("gpipe", "breadth-first") and len(split.stages) > 1 else 1
         saved = flying * held.saved + losses * held.loss_saved
-        gone = 0.0 if splits else (held.once & in_turn) * held.saved / chunks  # before there are gradients
-        peak: Array = held.fixed + np.maximum(gradients + saved - gone, saved) + np.maximum(held.loss, held.again)
+        peak: Array = held.fixed + gradients + saved + np.maximum(held.loss, held.again)
         if self.pipeline == 1:
             # In a step of one microbatch, gradients are allocated while activations are freed.
             ends = saved / self.space.job.model.layers + held.again + gradients

@@ -112,9 +112,9 @@ def _rank_memory(place: PlannedRank, job: Job, estimate: _Estimated, same: _Alik
     owners = {**estimated, **owners}
     updating = owners | standing.updating
     reducing = owners | {"activations": 0.0, "logits": 0.0}
-    both = _split_peak(place, same.saves) or _in_turn_peak(place, same.saves)
+    both = _split_peak(place, same.saves)
     if both is not None:
-        owners |= {"activations": both[0] * same.saved, "gradients": float(both[1])}
+        owners |= {"activations": float(both[0]), "gradients": float(both[1])}
     owners = _peak(owners, run, same, estimate)
     owners = max(owners, updating, reducing, key=lambda moment: sum(moment.values()))
     owners["workspace"] = formulas.workspace(job, owners)
@@ -147,28 +147,6 @@ def _split_peak(planned: PlannedRank, each: Sequence[Saved]) -> tuple[int, int] 
             if at in waiting or kind == "B":  # the pass adds up what is there
                 adding.add(at)
                 waiting.discard(at)
-    return max(moments, key=sum)
-
-
-def _in_turn_peak(planned: PlannedRank, each: Sequence[Saved]) -> tuple[int, int] | None:
-    """The same where gradients are reduced once a step, and too few microbatches follow one another for a rank to have the
-    gradients of all its stages while it also has the most activations."""
-    run, lay = planned.run, planned.run.layout
-    few = 1 < run.stage_microbatches < 2 * lay.pipeline
-    once = planned.is_sharded and lay.zero == 1 and not (planned.splits_backward or run.memory.hosts_optimizer)
-    if lay.pipeline == 1 or not (few and once) or planned.schedule.partners or lay.asynchronous:
-        return None
-    whole, _ = state.by_number(planned, each)
-    gradients = iter(state.gradients_behind_passes(planned))
-    held, made = 0, next(gradients)
-    moments = []
-    for kind, stage, _ in planned.schedule.ranks[planned.index("pipeline")]:
-        if kind == "F":
-            held += whole[stage]
-        elif kind == "B":
-            moments.append((held, made))
-            held, made = held - whole[stage], next(gradients)
-            moments.append((held, made))
     return max(moments, key=sum)
 
 

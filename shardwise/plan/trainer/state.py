@@ -305,27 +305,6 @@ def peak_gradients(planned: PlannedRank, after: int) -> int:
     once = run.layout.zero == 1 and run.stage_microbatches > 1
     if not planned.is_sharded or not (once or planned.splits_backward):
         return after
-    unsharded, sharded = _whole_and_sharded(planned)
-    if planned.splits_backward:  # all stages are reduced at the end
-        return max(sum(unsharded.values()), sum(sharded.values()))
-    return max(gradients_behind_passes(planned))
-
-
-def gradients_behind_passes(planned: PlannedRank) -> list[int]:
-    """Bytes of gradients before the first backward pass and after each, where they are reduced once a step."""
-    unsharded, sharded = _whole_and_sharded(planned)
-    backward = [a.stage for a in planned.schedule.ranks[planned.index("pipeline")] if a.kind == "B"]
-    left, held, total = Counter(backward), dict.fromkeys(unsharded, 0), [0]
-    for number in backward:
-        left[number] -= 1
-        now = unsharded[number] if left[number] else sharded[number]
-        total.append(total[-1] + now - held[number])
-        held[number] = now
-    return total
-
-
-def _whole_and_sharded(planned: PlannedRank) -> tuple[dict[int, int], dict[int, int]]:
-    """Bytes of each stage's gradients before and after they are reduced."""
     unsharded, sharded = dict[int, int](), dict[int, int]()
     known: dict[tuple[object, bool], tuple[int, int]] = {}
     adding = _add_up_deferred(planned) if planned.splits_backward else frozenset()
@@ -342,7 +321,18 @@ def _whole_and_sharded(planned: PlannedRank) -> tuple[dict[int, int], dict[int, 
                 whole += matrices * (planned.width - (0 if summed else planned.reduce_width))
             known[kind] = whole, planned.high_width * sum(shards)
         unsharded[stage.number], sharded[stage.number] = known[kind]
-    return unsharded, sharded
+    if planned.splits_backward:  # all stages are reduced at the end
+        return max(sum(unsharded.values()), sum(sharded.values()))
+    backward = [a.stage for a in planned.schedule.ranks[planned.index("pipeline")] if a.kind == "B"]
+    left, held = Counter(backward), dict.fromkeys(unsharded, 0)
+    total = peak = 0
+    for number in backward:
+        left[number] -= 1
+        now = unsharded[number] if left[number] else sharded[number]
+        total += now - held[number]
+        held[number] = now
+        peak = max(peak, total)
+    return peak
 
 
 def _add_up_deferred(planned: PlannedRank) -> frozenset[int]:
