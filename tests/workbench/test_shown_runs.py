@@ -42,11 +42,10 @@ def test_the_parts_have_every_control() -> None:
     assert {key for changes in covering(random.Random(7), 2 * PARTS) for key in changes} == set(KEYS)
 
 
-@pytest.mark.large(
-    "three hundred runs of every kind on ten pages; the small tier turns some controls and one run on one"
-)
-def test_three_hundred_runs_are_shown_as_planned() -> None:
-    runs, said = campaign(7, 300), Counter[str]()
+@pytest.mark.large("sixty runs of every kind on ten pages; the small tier turns some controls and one run on one")
+def test_sixty_runs_are_shown_as_planned() -> None:
+    """Every fifth of those that `shown_runs.py` shows, which take half an hour."""
+    runs, said = campaign(7, 300)[::5], Counter[str]()
     with browser() as page:
         for base in BASES:
             with opened(base, page) as bench:
@@ -54,5 +53,5 @@ def test_three_hundred_runs_are_shown_as_planned() -> None:
                     found = compared(bench, changes, f"7 {at}", look=at % 5 == 0)
                     assert found in ("planned", "refused"), (at, changes)
                     said[found] += 1
-    assert said["planned"] > 100
-    assert said["refused"] > 30
+    assert said["planned"] > 20
+    assert said["refused"] > 5
