@@ -47,7 +47,7 @@ class _Quantized:
         padded = [blocks_of(numel, self.method) * self.block for numel in numels]
         every = from_bytes(self.codec, sent, at_least_float32(rows.dtype)).view(len(rows), -1).to(rows.dtype)
         for to, values, numel in zip(rows.split(numels, 1), every.split(padded, 1), numels, strict=True):
-            to.copy_(to + values[:, :numel] if add else values[:, :numel])
+            (to.add_ if add else to.copy_)(values[:, :numel])
 
 
 class QuantizedAllGather(_Quantized):
