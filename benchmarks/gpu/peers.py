@@ -26,7 +26,7 @@ from shardwise.torch_private import fake_process_group
 Train = Callable[[torch.Tensor, torch.Tensor], Any]
 TO_THE_STREAM = ("wo", "w2", "o_proj", "down_proj")
 """What peers call the matrices that write to the residual stream."""
-NOT_NEEDED = ("datasets", "torchdata", "tensorboard", "einops", "wandb", "tomli", "torchft", "torchao")
+NOT_NEEDED = ("datasets", "torchdata", "tensorboard", "einops", "wandb", "tomli", "torchft", "torchao", "tyro")
 
 
 def same_start(model: torch.nn.Module, layers: int, options: dict[str, str]) -> torch.optim.Optimizer:

@@ -27,14 +27,8 @@ from shardwise.model.transformer import Transformer
 from shardwise.parallel.observer import Observer
 from shardwise.run.derive import compiles
 from shardwise.schedules import Action
-from shardwise.torch_private import (
-    below_autograd,
-    close_library,
-    fast_record_function,
-    sharded_backward_inside,
-    sharded_groups,
-    unsharded_parameters,
-)
+from shardwise.torch_private import below_autograd, close_library, fast_record_function
+from shardwise.torch_private.fully_shard import sharded_backward_inside, sharded_groups, unsharded_parameters
 from shardwise.train.step import TrainState
 
 SENDING = ("allreduce_", "_allgather_base_", "allgather_", "_reduce_scatter_base_", "alltoall_base_", "send",

@@ -98,6 +98,13 @@ class StandIns:
 
         return outs, self._do(group, "all_gather", mine, [x for many in outs for x in many], act)
 
+    def all_gather_coalesced(self, outs: list[Tensor], mine: list[Tensor], group: Any, *rest: Any) -> Any:
+        def act() -> None:
+            for out, one in zip(outs, mine, strict=True):
+                repeat(one, out)
+
+        return self._do(group, "all_gather", mine, outs, act)
+
     def reduce_scatter(self, out: Tensor, whole: Tensor, group: Any, *rest: Any) -> Any:
         pg = dist.ProcessGroup.unbox(group)
         own = whole.view(pg.size(), -1)[pg.rank()]
@@ -126,6 +133,7 @@ class StandIns:
 OPERATORS: dict[str, Callable[..., Any]] = {
     "_allgather_base_": StandIns.all_gather,
     "allgather_": StandIns.all_gather_list,
+    "allgather_into_tensor_coalesced_": StandIns.all_gather_coalesced,
     "_reduce_scatter_base_": StandIns.reduce_scatter,
     "allreduce_": StandIns.all_reduce,
     "broadcast_": StandIns.broadcast,

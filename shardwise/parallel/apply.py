@@ -51,7 +51,8 @@ from shardwise.run.parameters import Cut, Parameter, find_parameter, matrix_of
 from shardwise.run.parametrization import initial_factor
 from shardwise.run.sections.adapter import NF4_BLOCK
 from shardwise.schedules import Schedule, make_schedule
-from shardwise.torch_private import cache_custom_autograd_functions, sharded_parameters
+from shardwise.torch_private import cache_custom_autograd_functions
+from shardwise.torch_private.fully_shard import sharded_parameters
 
 
 @dataclass
@@ -79,7 +80,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
     layout = run.layout
     schedule = make_schedule(layout.schedule, layout.pipeline, run.accumulation, layout.stages_per_rank)
     ranges = layers_of_stages(run)
-    sharder = Sharder(run, mesh, frozen)
+    sharder = Sharder(run, mesh, frozen, gpu=device.type == "cuda")
     observers = Observers()
     swap = Swap(run.memory.folder if run.memory.activations == "disk" else "") if run.memory.swaps else None
     stages: dict[int, Stage] = {}

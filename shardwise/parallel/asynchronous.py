@@ -28,7 +28,7 @@ from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.pipeline import P2PChannel, Pipeline
 from shardwise.parallel.shard import sharded_modules
 from shardwise.schedules import Action, version_of, versions_kept
-from shardwise.torch_private import local_shard, sharded_parameters
+from shardwise.torch_private.fully_shard import local_shard, sharded_parameters
 
 
 class Versions:

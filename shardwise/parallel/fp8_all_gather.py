@@ -28,7 +28,8 @@ from shardwise.parallel.collectives import Group
 from shardwise.parallel.tensor import ReplicatedKVLinear
 from shardwise.run import Run
 from shardwise.run.derive import uses_fp8_all_gather
-from shardwise.torch_private import foreach_copy_, foreach_norm, sharded_parameters
+from shardwise.torch_private import foreach_copy_, foreach_norm
+from shardwise.torch_private.fully_shard import sharded_parameters
 
 
 class Shard:

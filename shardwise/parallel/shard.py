@@ -43,10 +43,16 @@ from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.compress.sharded import QuantizedAllGather, QuantizedReduceScatter
 from shardwise.parallel.fp8_all_gather import Scales, enable_fp8_all_gather
+from shardwise.parallel.in_place import InPlace
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Problem, Run, UserError
-from shardwise.run.derive import shard_dim
-from shardwise.torch_private import keep_secondary_shards, reduce_sharded_gradients, sharded_parameters
+from shardwise.run.derive import exchanges_gradients, gathers_in_place, shard_dim
+from shardwise.torch_private.fully_shard import (
+    communicate_in_place,
+    keep_secondary_shards,
+    reduce_sharded_gradients,
+    sharded_parameters,
+)
 
 
 def uses_ddp(mesh: Mesh) -> bool:
@@ -62,9 +68,10 @@ def _needed(mesh: Mesh, axis: str) -> bool:
 class Sharder:
     """Applies `fully_shard` to blocks and the modules around them before they have memory, so that a rank only holds its shards."""
 
-    def __init__(self, run: Run, mesh: Mesh, frozen: bool = False) -> None:
+    def __init__(self, run: Run, mesh: Mesh, frozen: bool = False, gpu: bool = False) -> None:
         """A `frozen` model runs forward passes only: nothing stays gathered for a backward pass, whatever the ZeRO stage."""
         self.run = run
+        self.in_place, self.exchanges = gathers_in_place(run, gpu=gpu), exchanges_gradients(run, gpu=gpu)
         self.mesh = mesh
         self.frozen = frozen
         dtype = getattr(torch, run.train.dtype)
@@ -106,9 +113,10 @@ class Sharder:
         self._shard(model, "zero", experts, keep=self.run.layout.pipeline == 1 and not self.frozen)
         blocks: list[FSDPModule] = [block for block in model.layers.values() if isinstance(block, FSDPModule)]
         ahead = self.run.layout.prefetch
-        if ahead > 1:
-            for n, block in enumerate(blocks):
+        for n, block in enumerate(blocks):
+            if ahead > 1 or self.in_place:
                 block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 1 + ahead])
+            if ahead > 1:
                 block.set_modules_to_backward_prefetch(blocks[max(0, n - ahead) : n][::-1])
         if self.run.layout.asynchronous:
             # By default a pass prefetches for the pass that follows, which may use another version of the weights.
@@ -146,6 +154,10 @@ class Sharder:
         if layout.compress_shards != "none" and not self.frozen:
             scatter = QuantizedReduceScatter(layout.compress_shards, partial(_numels, module, learned=True))
             module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+        group, rows = self.mesh.group(axis), axis == "zero" or all(self._along(p).dim == 0 for p in module.parameters())
+        if self.in_place and group is not None and rows:
+            direct = InPlace(group, self.policy.reduce_dtype or torch.float32)
+            communicate_in_place(module, direct.gather, direct.exchange if self.exchanges else None)
 
     def _along(self, experts: nn.Parameter) -> Shard:
         """The dimension along which the matrices of experts are sharded."""

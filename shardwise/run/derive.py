@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
+from typing import Any
 
 from shardwise.run.axes import SPLIT_BACKWARD
 from shardwise.run.config import ModelConfig, Run
+from shardwise.run.sections.layout import LayoutConfig
 from shardwise.run.sections.objective import facts_of
 
 
@@ -118,6 +120,32 @@ def keeps_compute_copies(run: Run, *, gpu: bool) -> bool:
     plain = train.dtype == "bfloat16" and train.fp8 == "none" and train.optimizer == "adamw" and not train.recheck_every
     once = train.microbatch > 0 and run.accumulation == 1  # 0: a search has not chosen it yet
     return gpu and alone and plain and once and not run.adapter.used  # adapters leave little to cast
+
+
+def gathers_in_place(run: Run, *, gpu: bool) -> bool:
+    """Whether ZeRO's all-gathers write where the passes read (`parallel/in_place.py`); those that change what is sent do not."""
+    layout = run.layout
+    changed = layout.compress_weights != "none" or layout.secondary_shard > 1 or layout.offload or layout.asynchronous
+    return gpu and not changed
+
+
+def exchanges_gradients(run: Run, *, gpu: bool) -> bool:
+    """Whether ranks that share a machine send each other gradients of 16 bits and add them up, instead of a reduce-scatter in the
+    dtype of the sum. Gradients that are added up before they are sent, or over replicas afterwards, have that dtype."""
+    low = run.train.dtype in ("bfloat16", "float16") and run.train.reduce_dtype == "float32"
+    return (
+        gathers_in_place(run, gpu=gpu)
+        and low
+        and bool(fresh_and_near(run.layout, run.cluster.devices_per_node, run.accumulation))
+    )
+
+
+def fresh_and_near(layout: LayoutConfig, devices_per_node: Any, accumulation: Any) -> Any:
+    """The layout's part of that, for sizes that are numbers or arrays."""
+    near = layout.tensor * layout.shard * layout.context <= devices_per_node
+    fresh = (layout.zero >= 2) | (accumulation == 1)
+    plain = layout.compress_shards == "none" and layout.schedule not in SPLIT_BACKWARD
+    return near & fresh & plain & ((layout.replicate == 1) | layout.replicas_apart)
 
 
 def tunes_gemms(run: Run, *, gpu: bool) -> bool:

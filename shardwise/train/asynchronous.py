@@ -17,7 +17,8 @@ from torch import Tensor
 from shardwise.data.batches import Batch
 from shardwise.parallel.asynchronous import AsynchronousPipeline, Versions
 from shardwise.parallel.gradients import reduce_partial_gradients
-from shardwise.torch_private import local_shard, preserved_versions
+from shardwise.torch_private import preserved_versions
+from shardwise.torch_private.fully_shard import local_shard
 from shardwise.train.batches.microbatches import on_device
 from shardwise.train.progress.result import StepResult
 from shardwise.train.step_state import StepState

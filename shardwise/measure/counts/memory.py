@@ -31,16 +31,8 @@ from shardwise.measure.counts.traffic import DEVICE
 from shardwise.model.quantized.fp8 import Fp8Matrix
 from shardwise.parallel.observer import Observer
 from shardwise.schedules import Action
-from shardwise.torch_private import (
-    BareDispatchMode,
-    gathered_tensors,
-    local_shard,
-    observed_resizes,
-    sharded_groups,
-    storage_key,
-    tree_leaves,
-    unreduced_gradients,
-)
+from shardwise.torch_private import BareDispatchMode, observed_resizes, storage_key, tree_leaves
+from shardwise.torch_private.fully_shard import gathered_tensors, local_shard, sharded_groups, unreduced_gradients
 from shardwise.train.step import TrainState
 
 

@@ -70,7 +70,7 @@ class TrafficCounter(BareDispatchMode):
                 operation, size = "all_reduce", wire_bytes("all_reduce", ranks, _total(tensors))
             case "_allgather_base_", (_, mine, *_):
                 operation, size = "all_gather", wire_bytes("all_gather", ranks, _size(mine))
-            case "allgather_", (_, mine, *_):
+            case "allgather_" | "allgather_into_tensor_coalesced_", (_, mine, *_):
                 operation, size = "all_gather", wire_bytes("all_gather", ranks, _total(mine))
             case "_reduce_scatter_base_", (_, whole, *_):
                 operation, size = "reduce_scatter", wire_bytes("reduce_scatter", ranks, _size(whole))

@@ -29,13 +29,7 @@ from shardwise.measure.profiler.formulas import (
     recomputed_scores,
     sdpa_flops,
 )
-from shardwise.torch_private import (
-    BareDispatchMode,
-    autograd_number,
-    autograd_sequence,
-    graph_task,
-    storage_key,
-)
+from shardwise.torch_private import BareDispatchMode, autograd_number, autograd_sequence, graph_task, storage_key
 
 OUTSIDE = "(outside)"
 """Owner of operators outside of the module: the loss, the optimizer, the data."""

@@ -25,7 +25,8 @@ from shardwise.parallel.activations.saving import Recomputable
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.p2p import irecv, isend
 from shardwise.schedules import Action, Schedule
-from shardwise.torch_private import gathered_tensors, is_fake, local_shard, sharded_groups, storage_key
+from shardwise.torch_private import is_fake, storage_key
+from shardwise.torch_private.fully_shard import gathered_tensors, local_shard, sharded_groups
 
 Key = tuple[int, int]
 """Stage and microbatch."""

@@ -87,6 +87,10 @@ class Framework:
     """Whether, without tensor parallelism, the loss runs over chunks of tokens and computes its gradients in the forward pass."""
     fully_shard: bool = False
     """Whether PyTorch's `fully_shard` casts and copies sharded matrices, and accumulates their gradients (`time/copies.py`)."""
+    gathers_in_place: bool = False
+    """Likewise, whether it gathers parameters where they are read, without those copies (`parallel/in_place.py`)."""
+    exchanges_gradients: bool = False
+    """Likewise, whether shards in one machine send each other gradients as they are and add them up, where the layout allows it."""
     keeps_compute_copies: bool = False
     """Whether the layers' matrices stay cast from step to step, and their gradients are never cast."""
     replays: bool = False

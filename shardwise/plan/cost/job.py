@@ -22,6 +22,8 @@ from shardwise.run.derive import (
     chunks_loss,
     compiles,
     forward_passes,
+    fresh_and_near,
+    gathers_in_place,
     keeps_compute_copies,
     planned_on_gpu,
     replays,
@@ -120,6 +122,12 @@ class Job:
         return max(1, self.microbatches // self.layout.directions)
 
     @property
+    def exchanges_gradients(self) -> Number:
+        """1 where shards send each other gradients of 16 bits and add them up, 0 where they reduce-scatter them."""
+        near = fresh_and_near(self.layout, self.cluster.per_node, self.accumulation)
+        return 1.0 * (self.framework.exchanges_gradients & np.asarray(near))
+
+    @property
     def rank_layers(self) -> Number:
         """Layers that share a recompute budget."""
         return self.layers_of_rank or self.model.layers / self.layout.pipeline
@@ -196,6 +204,10 @@ def job_of(run: Run) -> Job:
     facts: dict[str, Any] = dict(
         chunked_loss=chunks_loss(run, gpu=gpu),
         replays=replays(run, gpu=gpu),
+        gathers_in_place=gathers_in_place(run, gpu=gpu),
+        exchanges_gradients=gathers_in_place(run, gpu=gpu)
+        and train.dtype in ("bfloat16", "float16")
+        and train.reduce_dtype == "float32",
         keeps_compute_copies=keeps_compute_copies(run, gpu=gpu),
         runs_ahead=gpu and not waits,
         reduce_bytes=BYTES[train.reduce_dtype],

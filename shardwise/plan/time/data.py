@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from shardwise.hardware import Collective, collective_seconds, memory_seconds
 from shardwise.plan.cost.compression import exchange_seconds, quantized_width, replica_seconds
 from shardwise.plan.cost.job import Job, Number
@@ -71,6 +73,9 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
     gather = sharded("all_gather", quantized_width(lay.compress_weights, job.gathered_bytes))
     if lay.compress_shards == "none":
         scatter = sharded("reduce_scatter", reduced)
+        if np.any(job.exchanges_gradients):
+            sent = sharded("all_to_all", framework.gather_bytes * learned)
+            scatter = np.where(job.exchanges_gradients, sent, scatter)
     else:
         scatter = sharded("all_to_all", quantized_width(lay.compress_shards, 0.0) * learned)
     update = memory_seconds(cluster.chip, own * learned * framework.update_bytes), *muon_seconds(job, *layers)

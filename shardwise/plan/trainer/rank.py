@@ -13,7 +13,14 @@ from shardwise.plan.trainer.budgeted import recomputed
 from shardwise.run import Run
 from shardwise.run.axes import SPLIT_BACKWARD, V_SHAPED
 from shardwise.run.coordinates import RankCoordinates
-from shardwise.run.derive import chunks_loss, keeps_compute_copies, planned_on_gpu, shard_dim, uses_fp8_all_gather
+from shardwise.run.derive import (
+    chunks_loss,
+    exchanges_gradients,
+    keeps_compute_copies,
+    planned_on_gpu,
+    shard_dim,
+    uses_fp8_all_gather,
+)
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters, shard_length
 from shardwise.run.sections.adapter import AdapterConfig
 from shardwise.run.sections.objective import FACTS, ObjectiveFacts, facts_of, targets_of
@@ -171,6 +178,11 @@ class PlannedRank:
     def keeps_compute_copies(self) -> bool:
         """Whether the layers' matrices have compute copies, kept from step to step."""
         return keeps_compute_copies(self.run, gpu=self.fused)
+
+    @cached_property
+    def exchanges_gradients(self) -> bool:
+        """Whether shards send each other gradients of 16 bits and add them up."""
+        return exchanges_gradients(self.run, gpu=self.fused)
 
     @cached_property
     def high_width(self) -> int:

@@ -163,6 +163,7 @@ def _sharded(
         unit, ranks = [p for p in parameters if p.group == group], planned.size(group)
         if unit:
             learned = sum(p.shard_numel(ranks) for p in unit if p.learns)
+            in_rows = not any(p.shard_dim(ranks) for p in unit)
             gradients = learned * planned.reduce_width
             near = 0
             if secondary and not wire.frozen and min(secondary_ranks(planned, p) for p in unit) > 1:
@@ -173,7 +174,10 @@ def _sharded(
             wire.all_gather(group, gathered_bytes(wire, unit, ranks), units * (gathers - near))
             if gradients and not wire.forward_only:
                 times, method = units * (1 if once else run.stage_microbatches), run.layout.compress_shards
-                if method == "none":
+                if planned.exchanges_gradients and in_rows:  # `in_place.py`: a message for each parameter
+                    sent = ranks * learned * planned.width
+                    wire.all_to_all(group, sent, times, messages=sum(p.learns for p in unit))
+                elif method == "none":
                     wire.reduce_scatter(group, gradients, times)
                 else:  # `compress/sharded.py`
                     blocks = sum(blocks_of(p.shard_numel(ranks), method) for p in unit if p.learns)

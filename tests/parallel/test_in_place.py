@@ -1,0 +1,187 @@
+"""ZeRO's collectives without copies, which a GPU's trainer uses, on CPU ranks: the numbers are those of one process and of
+`fully_shard`'s own collectives, and what is sent is what the plan says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import cases
+import numpy as np
+import pytest
+import torch
+from interpreted_kernels import Interpreter
+from parallel_pool import RankPool
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.measure.verify import TOLERANCE, Verdict, counted, planned, random_batch
+from shardwise.parallel.in_place import padded
+from shardwise.plan.cost.job import job_of
+from shardwise.run import Run, read_run
+from shardwise.run.derive import exchanges_gradients, fresh_and_near, gathers_in_place
+from shardwise.train.step import TrainState
+
+Layout = dict[str, Any]
+LOW = dict(dtype="bfloat16", steps=2, lr=1e-3, layers=2)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of each collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.name().split("::")[1]
+            self.found[name] = self.found.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """The rules of collectives are those of a GPU."""
+    with (
+        mock.patch.multiple(
+            "shardwise.parallel.shard",
+            gathers_in_place=lambda run, gpu: gathers_in_place(run, gpu=True),
+            exchanges_gradients=lambda run, gpu: exchanges_gradients(run, gpu=True),
+        ),
+        mock.patch(
+            "shardwise.plan.trainer.rank.exchanges_gradients", lambda run, gpu: exchanges_gradients(run, gpu=True)
+        ),
+    ):
+        yield
+
+
+def trained(rank: int, run: Run) -> dict[str, Any]:
+    with as_on_a_gpu(), Calls() as calls:
+        return cases.train(rank, run, documents=False) | dict(calls=calls.found)
+
+
+def by_fully_shard(rank: int, run: Run) -> dict[str, Any]:
+    return cases.train(rank, run, documents=False)
+
+
+@functools.cache
+def alone(model: str) -> dict[str, Any]:
+    return cases.train(0, cases.make_run(model, {}, layers=2), documents=False)
+
+
+EXACT: list[tuple[str, Layout]] = [
+    ("dense", dict(shard=2)),
+    ("dense", dict(shard=4, recompute="full")),
+    ("dense", dict(shard=3)),
+    ("mixture", dict(shard=4, expert=2)),
+    ("mixture", dict(shard=2, tensor=2)),
+    ("tied", dict(shard=2, pipeline=2)),
+    ("dense", dict(shard=2, context=2, zero=2)),
+    ("dense", dict(shard=2, replicate=2)),
+    ("dense", dict(shard=2, zero=1)),
+    ("dense", dict(shard=2, prefetch=2)),
+    ("dense", dict(shard=2, pipeline=2, schedule="zb-h1", zero=1)),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), EXACT, ids=str)
+@pytest.mark.drawn(4)
+def test_parameters_gathered_in_place_give_the_numbers_of_one_process(
+    ranks: RankPool, model: str, layout: Layout
+) -> None:
+    batch = dict(global_batch=12) if layout["shard"] == 3 else {}
+    run = cases.make_run(model, layout, layers=2, **batch)
+    want = alone(model) if not batch else cases.train(0, cases.make_run(model, {}, layers=2, **batch), documents=False)
+    for got in ranks.run(run.layout.world, trained, run):
+        np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-9)
+        np.testing.assert_allclose(got["norms"], want["norms"], rtol=1e-9)
+        assert got["calls"]["allgather_into_tensor_coalesced_"]
+
+
+LOW_LAYOUTS: list[tuple[str, Layout]] = [
+    ("dense", dict(shard=4)),
+    ("dense", dict(shard=2, zero=2)),
+    ("mixture", dict(shard=4, expert=2)),
+    ("dense", dict(shard=3)),
+    ("dense", dict(shard=2, tensor=2)),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), LOW_LAYOUTS, ids=str)
+@pytest.mark.drawn(2)
+def test_exchanged_gradients_are_those_of_a_reduce_scatter(ranks: RankPool, model: str, layout: Layout) -> None:
+    batch = dict(global_batch=12) if layout["shard"] == 3 else {}
+    run = cases.make_run(model, layout, **LOW | batch)  # type: ignore[arg-type]
+    assert run.accumulation > 1
+    usual = ranks.run(run.layout.world, by_fully_shard, run)
+    for got, want in zip(ranks.run(run.layout.world, trained, run), usual, strict=True):
+        assert got["calls"]["alltoall_base_"]
+        np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-6)
+        np.testing.assert_allclose(got["norms"], want["norms"], rtol=1e-6)
+
+
+def verified(rank: int, run: Run) -> Verdict:
+    with as_on_a_gpu():
+        train_state = TrainState(run)
+        batch = random_batch(run, train_state.mesh.data_index)
+        train_state.train_step(batch)
+        account, same, actions = counted(train_state, batch)
+        return Verdict(rank, planned(run, rank), account, same, actions)
+
+
+@pytest.mark.parametrize(("model", "layout"), [*LOW_LAYOUTS, ("tied", dict(shard=4, zero=1, pipeline=1))], ids=str)
+@pytest.mark.drawn(2)
+def test_plan_equals_run(ranks: RankPool, model: str, layout: Layout) -> None:
+    batch = dict(global_batch=12) if layout["shard"] == 3 else {}
+    run = cases.make_run(model, layout, **LOW | batch)  # type: ignore[arg-type]
+    for verdict in ranks.run(run.layout.world, verified, run):
+        assert verdict.schedule
+        assert not verdict.beyond(TOLERANCE), (verdict.rank, verdict.beyond(TOLERANCE)[:5])
+
+
+def test_what_is_fresh_and_near_is_exchanged() -> None:
+    """Elsewhere a reduce-scatter sends less, or adds what is in the dtype of the sum already."""
+    base = [
+        "model.preset=llama3-8b",
+        "cluster.chip=h200",
+        "train.device=cuda",
+        "train.dtype=bfloat16",
+        "train.microbatch=1",
+    ]
+
+    def made(*words: str) -> Run:
+        return read_run(None, [*base, "layout.shard=8", "train.global_batch=16", *words])
+
+    for words, there in (
+        ((), True),
+        (("cluster.nodes=2",), False),
+        (("layout.zero=1",), False),
+        (("layout.zero=1", "train.global_batch=8"), True),
+        (("layout.replicate=2",), False),
+        (("train.reduce_dtype=bfloat16",), False),
+        (("train.dtype=float32",), False),
+        (("layout.secondary_shard=4",), False),
+        (("layout.compress_shards=int4",), False),
+    ):
+        run = made(*words)
+        assert exchanges_gradients(run, gpu=True) == there, words
+        assert job_of(run).exchanges_gradients == there, words
+        assert not exchanges_gradients(run, gpu=False)
+    layout = made().layout
+    assert fresh_and_near(layout, np.array([4, 8, 16]), 2).tolist() == [False, True, True]
+
+
+def test_rows_are_padded_for_the_ranks() -> None:
+    gradient = torch.arange(10.0).view(5, 2)
+    assert padded(gradient, 5).tolist() == list(range(10))
+    assert padded(gradient, 3).tolist() == [*range(10), 0, 0]
+    assert padded(gradient.mT, 2).tolist() == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
+
+
+@pytest.mark.drawn(group="kernels")
+def test_the_kernel_adds_in_the_order_of_the_ranks(interpreter: Interpreter) -> None:
+    interpreter.run(Path(__file__).with_name("sum_parts_kernels.py"))
