@@ -133,19 +133,14 @@ def exchanges_gradients(run: Run, *, gpu: bool) -> bool:
     """Whether ranks that share a machine send each other gradients of 16 bits and add them up, instead of a reduce-scatter in the
     dtype of the sum. Gradients that are added up before they are sent, or over replicas afterwards, have that dtype."""
     low = run.train.dtype in ("bfloat16", "float16") and run.train.reduce_dtype == "float32"
-    return (
-        gathers_in_place(run, gpu=gpu)
-        and low
-        and bool(fresh_and_near(run.layout, run.cluster.devices_per_node, run.accumulation))
-    )
+    return gathers_in_place(run, gpu=gpu) and low and bool(fresh_and_near(run.layout, run.cluster.devices_per_node))
 
 
-def fresh_and_near(layout: LayoutConfig, devices_per_node: Any, accumulation: Any) -> Any:
-    """The layout's part of that, for sizes that are numbers or arrays."""
+def fresh_and_near(layout: LayoutConfig, devices_per_node: Any) -> Any:
+    """The layout's part of that, for sizes that are numbers or arrays. Split backward passes add up gradients under any stage."""
     near = layout.tensor * layout.shard * layout.context <= devices_per_node
-    fresh = (layout.zero >= 2) | (accumulation == 1)
-    plain = layout.compress_shards == "none" and layout.schedule not in SPLIT_BACKWARD
-    return near & fresh & plain & ((layout.replicate == 1) | layout.replicas_apart)
+    fresh = layout.zero >= 2 and layout.compress_shards == "none"
+    return near & fresh & ((layout.replicate == 1) | layout.replicas_apart)
 
 
 def tunes_gemms(run: Run, *, gpu: bool) -> bool:

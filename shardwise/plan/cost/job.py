@@ -124,7 +124,7 @@ class Job:
     @property
     def exchanges_gradients(self) -> Number:
         """1 where shards send each other gradients of 16 bits and add them up, 0 where they reduce-scatter them."""
-        near = fresh_and_near(self.layout, self.cluster.per_node, self.accumulation)
+        near = fresh_and_near(self.layout, self.cluster.per_node)
         return 1.0 * (self.framework.exchanges_gradients & np.asarray(near))
 
     @property

@@ -69,7 +69,7 @@ def copied_bytes(job: Job, ranks: Number, in_rows: Number = 1.0) -> CopySeconds:
         sent = gathered + reduced * (1.0 - exchanged + exchanged / ranks)
         each, first = sent + back + added, -added
     else:
-        each, first = gathered + 2.0 * reduced, back - reduced - exchanged * (reduced - reduced / ranks)
+        each, first = gathered + 2.0 * reduced, back - reduced
         several = 2.0 * reduced * (gathered != reduced)
     each, first, several = each * learned, first * learned, several * learned
     if job.layout.gathers_each_pass:

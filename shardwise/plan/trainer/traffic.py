@@ -174,7 +174,9 @@ def _sharded(
             wire.all_gather(group, gathered_bytes(wire, unit, ranks), units * (gathers - near))
             if gradients and not wire.forward_only:
                 times, method = units * (1 if once else run.stage_microbatches), run.layout.compress_shards
-                if planned.exchanges_gradients and in_rows:  # `in_place.py`: a message for each parameter
+                if (
+                    planned.exchanges_gradients and in_rows and not planned.splits_backward
+                ):  # `in_place.py`: a message for each parameter
                     sent = ranks * learned * planned.width
                     wire.all_to_all(group, sent, times, messages=sum(p.learns for p in unit))
                 elif method == "none":
