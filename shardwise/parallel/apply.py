@@ -80,7 +80,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
     layout = run.layout
     schedule = make_schedule(layout.schedule, layout.pipeline, run.accumulation, layout.stages_per_rank)
     ranges = layers_of_stages(run)
-    sharder = Sharder(run, mesh, frozen, gpu=device.type == "cuda")
+    sharder = Sharder(run, mesh, frozen, gpu=device.type == "cuda" and not mesh.through_host)
     observers = Observers()
     swap = Swap(run.memory.folder if run.memory.activations == "disk" else "") if run.memory.swaps else None
     stages: dict[int, Stage] = {}

@@ -48,6 +48,11 @@ class Mesh:
         """The process group of an axis or grouping; None when this rank is alone in it."""
         return self._groups.get(name)
 
+    @property
+    def through_host(self) -> bool:
+        """Whether collectives of GPU tensors go through the host, over gloo, which lacks some of them."""
+        return self.device_type == "cuda" and dist.is_initialized() and dist.get_backend() == "gloo"
+
     def size(self, axis: str) -> int:
         """Number of ranks in this rank's group."""
         return self.coordinates.size(axis)

@@ -126,7 +126,7 @@ def gathers_in_place(run: Run, *, gpu: bool) -> bool:
     """Whether ZeRO's all-gathers write where the passes read (`parallel/in_place.py`); those that change what is sent do not."""
     layout = run.layout
     changed = layout.compress_weights != "none" or layout.secondary_shard > 1 or layout.offload or layout.asynchronous
-    return gpu and not changed
+    return gpu and run.train.backend != "gloo" and not changed
 
 
 def exchanges_gradients(run: Run, *, gpu: bool) -> bool:
