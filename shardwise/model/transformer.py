@@ -8,7 +8,7 @@ loss, a caller passes the function that computes it from the last hidden states.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +142,9 @@ class Transformer(nn.Module):
             x = x + self.positions(positions + self.config.position_offset)
         x = x if self.dtype is None else x.to(self.dtype)
         x = x if self.embed_norm is None else self.embed_norm(x)
-        return x.requires_grad_() if self.frozen_embedding and torch.is_grad_enabled() else x
+        if self.frozen_embedding and torch.is_grad_enabled():
+            return _First.apply(x, x.new_empty(0, requires_grad=True))
+        return x
 
     def unembed(self, x: Tensor, finish: Finish | None) -> Tensor:
         """The normed residual stream to logits, or to the result of `finish` on it and on the head's (if tied, the embedding's)
@@ -168,3 +170,16 @@ def make_stage(
     if not first and not (last and config.tied_embeddings):
         model.embed = None
     return model
+
+
+class _First(torch.autograd.Function):
+    """A tensor as the first of a graph, with another that requires gradients. If it required gradients itself, the graph would keep
+    it, and a gradient of it, to the end of the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None

@@ -84,7 +84,9 @@ def teacher_layout_rules(run: Run, rules: Callable[[Run], Iterator[Rule]]) -> It
         teacher = teacher_run(run)
     except UserError:  # the other rules report it
         return
-    plain = replace(teacher.layout, recompute="none", recompute_budget=0.0)
+    plain = replace(
+        teacher.layout, recompute="none", recompute_budget=0.0, recompute_operations=(), recompute_every=1
+    )
     for rule in rules(replace(teacher, objective=ObjectiveConfig(), layout=plain)):
         yield Rule(rule.broken, KEY, (*rule.others, rule.key),
                    lambda rule=rule: f"{run.objective.teacher} does not fit {rule.key}: {rule.reason()}")  # type: ignore[misc]

@@ -106,7 +106,7 @@ def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved
     run, m = planned.run, planned.run.model
     tape = Tape(planned)
     x = tape.make("input", planned.local_tokens * m.hidden)
-    if not stage.first or run.adapter.used:
+    if not stage.first:
         tape.save(x)
     if stage.first and run.layout.tensor > 1 and not run.adapter.used:
         tape.save_new("embedding rows", planned.tokens, INTEGER)
