@@ -7,6 +7,8 @@ CORES  ?= $(shell getconf _NPROCESSORS_ONLN)
 # One more worker than cores: some wait for ranks, servers or a browser. Another would collect all tests once more.
 WORKERS = -n $$(( $(CORES) + 1 )) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
+SHARE  ?= 0.4
+
 # Some containers forbid bytecode files. Then each of a hundred processes would compile PyTorch's Python files anew, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -28,8 +30,8 @@ demo-tune: $(VENV)/.train     ## teach a tiny model to reverse words: pretrained
 test: | $(BIN)/python         ## everything CI runs: the small tier, with installation
 	$(MAKE) --no-print-directory -j2 lint unit
 
-test-all: | $(BIN)/python     ## both tiers
-	$(MAKE) --no-print-directory -j2 lint unit TIERS=--large
+test-all: | $(BIN)/python     ## both tiers, of the large one's cases some, others with every commit; SHARE=1 for all
+	$(MAKE) --no-print-directory -j2 lint unit TIERS="--large --share $(SHARE)"
 
 lint: $(VENV)/.dev            ## style and types
 	$(BIN)/ruff check .

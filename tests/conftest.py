@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawing import cases_not_drawn
+from drawing import cases_not_drawn, cases_not_shared
 from hypothesis import settings
 from interpreted_kernels import Interpreter
 from parallel_pool import RankPool
@@ -38,6 +38,12 @@ ROOT = Path(__file__).parents[1]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--large", action="store_true", help="run the large tier too")
+    parser.addoption(
+        "--share",
+        type=float,
+        default=1.0,
+        help="of the cases of the large tier, and of its campaigns; others with others",
+    )
     parser.addoption("--seed", type=int, help="of what is drawn at random; that of the commit if left out")
     parser.addoption("--layouts", type=int, default=60, help="how many random layouts the large tier runs")
     parser.addoption(
@@ -51,7 +57,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.large and not config.getoption("--hypothesis-profile", None):
         settings.load_profile("thorough")
-    config.addinivalue_line("markers", "large(finds): for the large tier; what it finds that the small one does not")
+    config.addinivalue_line(
+        "markers",
+        "large(finds): for the large tier; what it finds that the small one does not; campaign=True: minutes, in one of --share",
+    )
     config.addinivalue_line(
         "markers", "drawn(n, *each): the small tier draws n cases, with each value of these parameters"
     )
@@ -119,6 +128,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out = cases_not_drawn(items, config.option.seed)
             config.hook.pytest_deselected(items=[item for item in items if item in left_out])
             items[:] = [item for item in items if item not in left_out]
+    elif config.option.share < 1:
+        left_out = cases_not_shared(items, config.option.seed, config.option.share)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 def fewer_examples(items: list[pytest.Item]) -> None:

@@ -70,6 +70,23 @@ def cases_not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
     return left_out
 
 
+def cases_not_shared(items: list[pytest.Item], seed: int, share: float) -> set[pytest.Item]:
+    """What the large tier leaves out where it takes a share: of the cases that the small tier would not draw, and of campaigns.
+    Cases of a file that have one name, the tests of a layout, stay together."""
+    small = [item for item in items if not item.get_closest_marker("large")]
+    extra = {item for item in items if item.get_closest_marker("large")} | cases_not_drawn(small, seed)
+    left_out = set()
+    for item in extra:
+        mark = item.get_closest_marker("large")
+        path, _, case = item.nodeid.partition("[")
+        if not case and not (mark is not None and mark.kwargs.get("campaign")):
+            continue
+        name = f"{path.partition('::')[0]}[{case}" if case else item.nodeid
+        if random.Random(f"{seed} {name}").random() >= share:
+            left_out.add(item)
+    return left_out
+
+
 def some_of(cases: list[pytest.Item], count: int, chance: random.Random) -> set[pytest.Item]:
     """So many of a group, from one test after another."""
     units: dict[str, list[pytest.Item]] = {}

@@ -131,6 +131,6 @@ def test_a_search_counts_the_answers() -> None:
 
 @pytest.mark.large("a search that looks at all layouts before it says that none is there")
 def test_a_search_says_that_there_is_no_room_for_an_engine() -> None:
-    crowded = SECTIONS["cluster"] | dict(headroom=0.6)
+    crowded = SECTIONS["cluster"] | dict(headroom=0.78)
     with pytest.raises(UserError, match="none leaves room for the weights and one answer"):
         search(run_from_dict(SECTIONS | dict(objective=ANSWERS, cluster=crowded)))

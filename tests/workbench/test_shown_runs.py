@@ -42,7 +42,9 @@ def test_the_parts_have_every_control() -> None:
     assert {key for changes in covering(random.Random(7), 2 * PARTS) for key in changes} == set(KEYS)
 
 
-@pytest.mark.large("sixty runs of every kind on ten pages; the small tier turns some controls and one run on one")
+@pytest.mark.large(
+    "sixty runs of every kind on ten pages; the small tier turns some controls and one run on one", campaign=True
+)
 def test_sixty_runs_are_shown_as_planned() -> None:
     """Every fifth of those that `shown_runs.py` shows, which take half an hour."""
     runs, said = campaign(7, 300)[::5], Counter[str]()

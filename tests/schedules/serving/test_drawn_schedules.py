@@ -35,6 +35,6 @@ def test_schedules_of_this_commit(pytestconfig: pytest.Config) -> None:
     play(pytestconfig.option.seed, 60)
 
 
-@pytest.mark.large("what one schedule in thousands does: preemption, forks, drafts and windows at once")
+@pytest.mark.large("what one schedule in thousands does: preemption, forks, drafts and windows at once", campaign=True)
 def test_ten_thousand_schedules(pytestconfig: pytest.Config) -> None:
     play(pytestconfig.option.seed, 10_000)

@@ -153,7 +153,9 @@ def test_a_second_interrupt_does_not_lose_what_was_trained(capfd: pytest.Capture
         request.note(signal.SIGINT, None)
 
 
-@pytest.mark.large("moments that nobody thought of, and that the run goes on from each of them bit for bit")
+@pytest.mark.large(
+    "moments that nobody thought of, and that the run goes on from each of them bit for bit", campaign=True
+)
 def test_stops_at_random_moments(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     outcomes = stops.campaign(tmp_path, 12, request.config.getoption("--seed"), at_once=1)
     assert not [outcome for outcome in outcomes if outcome.wrong]
