@@ -5,9 +5,10 @@ two TUN devices and a process that hands packets on, at so many Mbit/s and so ma
 the kernel. Four replicas train a small Llama over gloo. A step of each method is timed in the mean of whole rounds (`sync_every`),
 by turns with the others, and the speed-up is against gradients as they are (DistributedDataParallel).
 
-The plan says what the link adds to a step (`cluster.inter_gbs` is a rank's share of the link, `cluster.latency_ms` its delay): its
-step less that on a link without delay and of a thousand times the rate. What the ranks do besides, compressing included, is
-measured: the same steps without the link, all ranks in one machine. The two together are the planned step.
+The plan says what the link adds to a step: its step less that on a link without delay and of a thousand times the rate.
+`cluster.inter_gbs` is a rank's share of the link, `cluster.latency_ms` half of a round trip as it was measured, since the process
+that hands packets on adds to the delay. What the ranks do besides, compressing included, is measured:
+the same steps without the link, all ranks in one machine. The two together are the planned step.
 
     python benchmarks/slow_network.py [--mbit 200] [--delay 10] [--rounds 3] [--methods int8 onebit] [--json FILE]
 """
@@ -15,11 +16,13 @@ measured: the same steps without the link, all ranks in one machine. The two tog
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import fcntl
 import heapq
 import json
 import os
+import socket
 import statistics
 import struct
 import subprocess
@@ -46,10 +49,12 @@ SPACES = ("shardwise-a", "shardwise-b")
 TUNSETIFF, IFF_TUN, IFF_NO_PI, CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000
 MTU = 32_000
 PORT = 29_777
+TRIPS = 40
+"""Round trips whose median is taken."""
 
 
-def make_run(layout: dict[str, Any], options: argparse.Namespace, faster: float = 1.0) -> Any:
-    """The run of a method, on the machines that the link joins, or a faster one."""
+def make_run(layout: dict[str, Any], options: argparse.Namespace, delay: float, faster: float = 1.0) -> Any:
+    """The run of a method, on the machines that the link of this delay joins, or a faster one."""
     from shardwise.run import run_from_dict
 
     ranks = MACHINES * EACH
@@ -59,16 +64,18 @@ def make_run(layout: dict[str, Any], options: argparse.Namespace, faster: float 
             model=dict(layers=2, hidden=256, heads=4, vocab=2048),
             layout=dict(replicate=ranks) | layout,
             train=dict(steps=10**6, global_batch=ranks, seq_len=32, device="cpu", guard="none"),
-            cluster=dict(nodes=MACHINES, devices_per_node=EACH, inter_gbs=share, latency_ms=options.delay / faster),
+            cluster=dict(nodes=MACHINES, devices_per_node=EACH, inter_gbs=share, latency_ms=delay / faster),
         )
     )
 
 
-def planned(layout: dict[str, Any], options: argparse.Namespace) -> float:
+def planned(layout: dict[str, Any], options: argparse.Namespace, delay: float) -> float:
     """Seconds that the link adds to a step, by the plan."""
     from shardwise.plan.plan import plan
 
-    slow, fast = (plan(make_run(layout, options, faster)).account.breakdown["replicate"] for faster in (1.0, 1e3))
+    slow, fast = (
+        plan(make_run(layout, options, delay, faster)).account.breakdown["replicate"] for faster in (1.0, 1e3)
+    )
     return slow - fast
 
 
@@ -145,6 +152,30 @@ def link(mbit: float, delay: float) -> None:
 # The ranks.
 
 
+def measured_delay(rank: int) -> float:
+    """Milliseconds from one machine to the other: half of a round trip of a byte, from the first rank to the last."""
+    if rank == MACHINES * EACH - 1:
+        with socket.create_server(("10.77.0.2", PORT + 1)) as server, server.accept()[0] as peer:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while got := peer.recv(1):
+                peer.sendall(got)
+    if rank:
+        return 0.0
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            peer = socket.create_connection(("10.77.0.2", PORT + 1))
+            break
+    trips = []
+    with peer:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(TRIPS):
+            start = time.perf_counter()
+            peer.sendall(b"x")
+            peer.recv(1)
+            trips.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(trips) / 2
+
+
 def rank_of_a_machine(rank: int, options: argparse.Namespace) -> None:
     """One rank: rounds of all methods by turns; the first rank writes the seconds of a step."""
     import torch
@@ -156,9 +187,12 @@ def rank_of_a_machine(rank: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     host = "127.0.0.1" if options.together else "10.77.0.1"
+    delay = 0.0 if options.together else measured_delay(rank)
     dist.init_process_group("gloo", init_method=f"tcp://{host}:{PORT}", rank=rank, world_size=MACHINES * EACH)
     layouts = {name: METHODS[name] for name in options.methods}
-    states = {name: TrainState(behind_warmup(make_run(layout, options))) for name, layout in layouts.items()}
+    states = {
+        name: TrainState(behind_warmup(make_run(layout, options, options.delay))) for name, layout in layouts.items()
+    }
     seconds: dict[str, list[float]] = {name: [] for name in layouts}
     for number in range(options.rounds + 1):  # the first is a warm-up
         for name, state in states.items():
@@ -172,12 +206,13 @@ def rank_of_a_machine(rank: int, options: argparse.Namespace) -> None:
             if number:
                 seconds[name].append((time.perf_counter() - start) / steps)
     if rank == 0:
-        Path(options.out).write_text(json.dumps(seconds))
+        Path(options.out).write_text(json.dumps(dict(delay=delay, seconds=seconds)))
     dist.destroy_process_group()
 
 
-def measure(options: argparse.Namespace, together: bool) -> dict[str, list[float]]:
-    """Seconds of a step of each method, round by round: over the link, or with all ranks `together` in one machine."""
+def measure(options: argparse.Namespace, together: bool) -> dict[str, Any]:
+    """The link's delay in milliseconds, and the seconds of a step of each method, round by round: over the link, or with all ranks
+    `together` in one machine."""
     this = [sys.executable, __file__]
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/seconds"
@@ -202,14 +237,14 @@ def measure(options: argparse.Namespace, together: bool) -> dict[str, list[float
                 subprocess.run(["ip", "netns", "del", space], check=False)
 
 
-def run_ranks(commands: list[list[str]], interface: str, out: str) -> dict[str, list[float]]:
+def run_ranks(commands: list[list[str]], interface: str, out: str) -> dict[str, Any]:
     """What the first rank wrote."""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
     ranks = [subprocess.Popen([*each, "--rank", str(n)], env=environment) for n, each in enumerate(commands)]
     codes = [each.wait() for each in ranks]
     if any(codes):
         raise RuntimeError(f"ranks ended with {codes}")
-    found: dict[str, list[float]] = json.loads(Path(out).read_text())
+    found: dict[str, Any] = json.loads(Path(out).read_text())
     return found
 
 
@@ -231,14 +266,13 @@ def main() -> None:
         return rank_of_a_machine(options.rank, options)
     if "none" not in options.methods:
         options.methods.insert(0, "none")
-    apart, near = (
-        {name: statistics.median(each) for name, each in measure(options, together).items()}
-        for together in (False, True)
-    )
-    print(f"{options.mbit:g} Mbit/s, {options.delay:g} ms each way")
+    both = [measure(options, together) for together in (False, True)]
+    apart, near = ({name: statistics.median(each) for name, each in found["seconds"].items()} for found in both)
+    delay = both[0]["delay"]
+    print(f"{options.mbit:g} Mbit/s, {options.delay:g} ms each way, measured {delay:.1f} ms")
     print(f"{'method':20} {'no link':>10} {'step':>10} {'planned':>10} {'speed-up':>9} {'planned':>8} {'off':>6}")
     records = []
-    expected = {name: near[name] + planned(METHODS[name], options) for name in apart}
+    expected = {name: near[name] + planned(METHODS[name], options, delay) for name in apart}
     for name, measured in apart.items():
         got, wanted = apart["none"] / measured, expected["none"] / expected[name]
         print(
@@ -248,7 +282,7 @@ def main() -> None:
         times = dict(near=near[name], seconds=measured, planned=expected[name])
         records.append(times | dict(method=name, speedup=got, planned_speedup=wanted))
     if options.json:
-        Path(options.json).write_text(json.dumps(dict(methods=records), indent=1))
+        Path(options.json).write_text(json.dumps(dict(delay=delay, methods=records), indent=1))
     return None
 
 

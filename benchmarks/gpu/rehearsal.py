@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardwise.run import Run, read_run
+
 JOBS: dict[str, str] = {
     "8b-shapes": "model.preset=llama3-8b model.layers=2 layout.shard=8 train.global_batch=8 train.microbatch=1 train.seq_len=8192",
     "8b-shard8": "model.preset=llama3-8b layout.shard=8 train.global_batch=8 train.microbatch=1 train.seq_len=8192",
@@ -226,6 +228,15 @@ THIRD: dict[str, tuple[str, int]] = {
 """A third, chosen after what the second had shown was mended, and again before any was measured."""
 JOBS_BESIDE_PLAN = PLANNED | UNSEEN | THIRD
 COMMON = "train.dtype=bfloat16 cluster.chip=h200 train.device=cuda"
+MACHINE = 8
+"""GPUs of a machine."""
+
+
+def on_machines(words: str) -> Run:
+    """The run of a job, on machines of so many GPUs."""
+    every = [*words.split(), *COMMON.split()]
+    world = read_run(None, every).layout.world
+    return read_run(None, [*every, f"cluster.nodes={max(1, world // MACHINE)}"])
 
 
 @contextlib.contextmanager
@@ -244,9 +255,8 @@ def ours(job: str, rank: int, tune: bool = False, fake: bool = False) -> dict[st
     """This project's rank."""
     from shardwise.measure.rehearse import rehearse
     from shardwise.measure.stand_in import stand_in_collectives
-    from shardwise.run import read_run
 
-    run = read_run(None, [*JOBS.get(job, job).split(), *COMMON.split()])
+    run = on_machines(JOBS.get(job, job))
     found = rehearse(
         run, rank, steps=8, warmup=4, tune=tune, collectives=fake_collectives if fake else stand_in_collectives
     )
@@ -295,13 +305,12 @@ def beside_plan(names: list[str], out: Path | None) -> None:
     import torch
 
     from shardwise.measure.rehearse import rehearse
-    from shardwise.run import read_run
 
     rows: dict[str, Any] = {}
     for name in names or JOBS_BESIDE_PLAN:
         words, rank = JOBS_BESIDE_PLAN[name]
         try:
-            run = read_run(None, [*words.split(), *COMMON.split()])
+            run = on_machines(words)
             rows[name] = rehearse(run, rank, steps=3, warmup=3).as_dict()
             short = {q["name"]: f"{100 * (q['relative'] or 0):+.1f}%" for q in rows[name]["quantities"]}
             print(
