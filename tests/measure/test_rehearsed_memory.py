@@ -23,13 +23,16 @@ MEASURED = {
     "palm": 13.44, "bloom": 31.80, "mt-nlg": 15.52, "v3-fp8": 18.13, "405b-gather": 15.42,
 }  # fmt: skip
 """GiB."""
+NEWER = {"neox-zb": 18.11, "v3-tensor": 45.88, "8x7b-pipeline": 31.63}
+"""Those of rehearsals that run enough microbatches for the gradients of all stages."""
 
 
 def rehearsed(name: str) -> tuple[Run, int]:
     """The run that a rehearsal runs, and its rank."""
     words, rank = BENCHMARK["JOBS_BESIDE_PLAN"][name]
     run = read_run(None, [*words.split(), *BENCHMARK["COMMON"].split()])
-    return with_microbatches(run, microbatches_to_run(run, rank)[0]), rank
+    count = microbatches_at_peak(run, rank) if name in NEWER else microbatches_to_run(run, rank)[0]
+    return with_microbatches(run, count), rank
 
 
 def peak(run: Run, rank: int) -> float:
@@ -37,10 +40,10 @@ def peak(run: Run, rank: int) -> float:
     return sum(size for owner, size in owners.items() if owner != "workspace") / 2**30
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", MEASURED | NEWER)
 @pytest.mark.drawn(8)
 def test_the_plan_has_the_peak_that_was_measured(name: str) -> None:
-    assert MEASURED[name] == pytest.approx(peak(*rehearsed(name)), rel=TOLERANCE["memory peak"])
+    assert (MEASURED | NEWER)[name] == pytest.approx(peak(*rehearsed(name)), rel=TOLERANCE["memory peak"])
 
 
 def test_a_rehearsal_runs_enough_microbatches_for_the_gradients_of_all_stages() -> None:

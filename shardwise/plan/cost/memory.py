@@ -60,15 +60,18 @@ def gathered_layers(job: Job) -> Number:
 
 def gathered_layer(job: Job) -> Number:
     """Bytes of one of them. The buffer of the last all-gather stays, also where no layer is at work."""
-    return (
-        layer_parameters(job, routed=bool(job.model.experts)).total * job.framework.gather_bytes * (job.zero_ranks > 1)
-    )
+    return _sharded_numel(job) * job.framework.gather_bytes
 
 
 def reduced_layer(job: Job) -> Number:
     """ZeRO-2 and 3: bytes of the unsharded gradient of the layer that is ending, as it is reduced."""
-    numel = layer_parameters(job, routed=bool(job.model.experts)).total
-    return numel * job.framework.reduce_bytes * job.learned * (job.zero_ranks > 1)
+    return _sharded_numel(job) * job.framework.reduce_bytes * job.learned
+
+
+def _sharded_numel(job: Job) -> Number:
+    """Elements of a layer that other ranks have shards of; experts that one rank holds whole are not among them."""
+    held, (zero, expert_zero) = layer_parameters(job, routed=bool(job.model.experts)), zero_groups(job)
+    return held.dense * (zero > 1) + held.experts * (expert_zero > 1)
 
 
 def buffers(job: Job) -> Number:
