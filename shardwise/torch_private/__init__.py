@@ -1,4 +1,5 @@
-"""All uses of PyTorch's private APIs, each with why no public one does. They are in PyTorch 2.11 to 2.13; check here for others."""
+"""All uses of PyTorch's private APIs, each with why no public one does; those of `fully_shard` are in a file of their own. They are
+in PyTorch 2.11 to 2.13; check here for others."""
 
 from __future__ import annotations
 

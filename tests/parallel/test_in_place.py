@@ -102,6 +102,11 @@ def test_parameters_gathered_in_place_give_the_numbers_of_one_process(
         assert got["calls"]["allgather_into_tensor_coalesced_"]
 
 
+def low_run(model: str, layout: Layout) -> Run:
+    batch = dict(global_batch=12) if layout["shard"] == 3 else {}
+    return cases.make_run(model, layout, **LOW | batch)  # type: ignore[arg-type]
+
+
 LOW_LAYOUTS: list[tuple[str, Layout]] = [
     ("dense", dict(shard=4)),
     ("dense", dict(shard=2, zero=2)),
@@ -114,8 +119,7 @@ LOW_LAYOUTS: list[tuple[str, Layout]] = [
 @pytest.mark.parametrize(("model", "layout"), LOW_LAYOUTS, ids=str)
 @pytest.mark.drawn(2)
 def test_exchanged_gradients_are_those_of_a_reduce_scatter(ranks: RankPool, model: str, layout: Layout) -> None:
-    batch = dict(global_batch=12) if layout["shard"] == 3 else {}
-    run = cases.make_run(model, layout, **LOW | batch)  # type: ignore[arg-type]
+    run = low_run(model, layout)
     assert run.accumulation > 1
     usual = ranks.run(run.layout.world, by_fully_shard, run)
     for got, want in zip(ranks.run(run.layout.world, trained, run), usual, strict=True):
@@ -143,8 +147,7 @@ PLANNED = [
 @pytest.mark.parametrize(("model", "layout"), PLANNED, ids=str)
 @pytest.mark.drawn(2)
 def test_plan_equals_run(ranks: RankPool, model: str, layout: Layout) -> None:
-    batch = dict(global_batch=12) if layout["shard"] == 3 else {}
-    run = cases.make_run(model, layout, **LOW | batch)  # type: ignore[arg-type]
+    run = low_run(model, layout)
     for verdict in ranks.run(run.layout.world, verified, run):
         assert verdict.schedule
         assert not verdict.beyond(TOLERANCE), (verdict.rank, verdict.beyond(TOLERANCE)[:5])
