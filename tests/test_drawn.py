@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drawing import GROUPS, cases_not_drawn
+from drawing import GROUPS, cases_not_drawn, cases_not_shared
 
 
 class Case:
@@ -15,7 +15,7 @@ class Case:
     def get_closest_marker(self, name: str) -> object:
         return (
             type("Mark", (), {"args": self.mark, "kwargs": {"group": self.group} if self.group else {}})
-            if self.mark is not None
+            if self.mark is not None and name == "drawn"
             else None
         )
 
@@ -46,3 +46,32 @@ def test_each_value_that_is_asked_for_is_among_them() -> None:
 def test_tests_of_a_group_are_drawn_together() -> None:
     cases = [Case(name, (), group="kernels", number=n) for name in "ab" for n in range(3)]
     assert {len(drawn(cases, seed)) for seed in range(10)} == {GROUPS["kernels"]}
+
+
+class LargeCase(Case):
+    """A test that only the large tier has."""
+
+    def get_closest_marker(self, name: str) -> object:
+        if name != "large":
+            return None
+        return type("Mark", (), {"args": ("something",), "kwargs": {"campaign": self.mark is not None}})
+
+
+def test_a_share_keeps_what_the_small_tier_draws_and_the_rest_comes_up() -> None:
+    small = [Case("a", (3,), number=n) for n in range(20)]
+    large = [LargeCase(name, None, layout=n) for n in range(20) for name in "bc"]
+    campaign, single = LargeCase("d", ()), LargeCase("e", None)
+    campaign.nodeid, single.nodeid = "file.py::d", "file.py::e"
+    cases = [*small, *large, campaign, single]
+    taken = []
+    for seed in range(40):
+        left_out = cases_not_shared(cases, seed, 0.4)  # type: ignore[arg-type]
+        taken.append({case for case in cases if case not in left_out})
+        assert set(drawn(small, seed)) <= taken[-1]
+        assert single in taken[-1]
+        kept = {case.nodeid.partition("[")[2]: case in taken[-1] for case in large}
+        assert all(kept[case.nodeid.partition("[")[2]] == (case in taken[-1]) for case in large), (
+            "a layout's tests part"
+        )
+    assert set.union(*taken) == set(cases)
+    assert 0.2 < sum(len(each) for each in taken) / (40 * len(cases)) < 0.6

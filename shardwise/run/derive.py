@@ -132,12 +132,17 @@ def gathers_in_place(run: Run, *, gpu: bool) -> bool:
 def exchanges_gradients(run: Run, *, gpu: bool) -> bool:
     """Whether ranks that share a machine send each other gradients of 16 bits and add them up, instead of a reduce-scatter in the
     dtype of the sum. Gradients that are added up before they are sent, or over replicas afterwards, have that dtype."""
+    return may_exchange(run, gpu=gpu) and bool(fresh_and_near(run.layout, run.cluster.devices_per_node))
+
+
+def may_exchange(run: Run, *, gpu: bool) -> bool:
+    """The part of that which is not about sizes: gradients have fewer bits than their sum."""
     low = run.train.dtype in ("bfloat16", "float16") and run.train.reduce_dtype == "float32"
-    return gathers_in_place(run, gpu=gpu) and low and bool(fresh_and_near(run.layout, run.cluster.devices_per_node))
+    return gathers_in_place(run, gpu=gpu) and low
 
 
 def fresh_and_near(layout: LayoutConfig, devices_per_node: Any) -> Any:
-    """The layout's part of that, for sizes that are numbers or arrays. Split backward passes add up gradients under any stage."""
+    """The part that is, for sizes that are numbers or arrays. Split backward passes add up gradients under any stage."""
     near = layout.tensor * layout.shard * layout.context <= devices_per_node
     fresh = layout.zero >= 2 and layout.compress_shards == "none"
     return near & fresh & ((layout.replicate == 1) | layout.replicas_apart)

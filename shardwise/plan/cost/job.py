@@ -25,6 +25,7 @@ from shardwise.run.derive import (
     fresh_and_near,
     gathers_in_place,
     keeps_compute_copies,
+    may_exchange,
     planned_on_gpu,
     replays,
 )
@@ -205,9 +206,7 @@ def job_of(run: Run) -> Job:
         chunked_loss=chunks_loss(run, gpu=gpu),
         replays=replays(run, gpu=gpu),
         gathers_in_place=gathers_in_place(run, gpu=gpu),
-        exchanges_gradients=gathers_in_place(run, gpu=gpu)
-        and train.dtype in ("bfloat16", "float16")
-        and train.reduce_dtype == "float32",
+        exchanges_gradients=may_exchange(run, gpu=gpu),
         keeps_compute_copies=keeps_compute_copies(run, gpu=gpu),
         runs_ahead=gpu and not waits,
         reduce_bytes=BYTES[train.reduce_dtype],
