@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from torch.profiler import ProfilerActivity, profile
 from shardwise.hardware import Profile, collective_seconds
 from shardwise.hardware.chips import chip_of_driver_name
 from shardwise.ledger import Difference
-from shardwise.measure.bench.kernels import event_seconds
 from shardwise.measure.bench.machine import empty_profile
 from shardwise.measure.counts.memory import gradients_of, optimizer_of, parameters_of, unique_bytes
 from shardwise.measure.counts.rounds import microbatches_at_peak, with_microbatches
@@ -204,7 +204,7 @@ def _measure(
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats(device)
     say(f"{steps} steps to measure, and one under the profiler")
-    seconds = tuple(_timed(train_state, batch) for _ in range(steps))
+    seconds = _timed(train_state, batch, steps)
     allocated = (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)) if cuda else None
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities, record_shapes=True) as profiler:
@@ -221,14 +221,24 @@ def _measure(
     return _Measured(seconds, parts, kernels, owners, allocated)
 
 
-def _timed(train_state: TrainState, batch: Any) -> float:
-    """Seconds of a step; on a GPU from its first launch to the end of its last kernel."""
+def _timed(train_state: TrainState, batch: Any, steps: int) -> tuple[float, ...]:
+    """Seconds of each step. On a GPU, from the end of one to the end of the next: as in training, the host launches the next step
+    while one runs."""
     if train_state.device.type != "cuda":
-        began = time.perf_counter()
-        train_state.train_step(batch).read()
-        return time.perf_counter() - began
+        return tuple(_host_seconds(lambda: train_state.train_step(batch).read()) for _ in range(steps))
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 2)]
+    for end in ends:
+        train_state.train_step(batch)
+        end.record()
     torch.cuda.synchronize()
-    return event_seconds(lambda: train_state.train_step(batch))
+    # Before the first the device was idle, so the host was not ahead of the second yet.
+    return tuple(1e-3 * before.elapsed_time(after) for before, after in pairwise(ends[1:]))
+
+
+def _host_seconds(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
 
 
 def _kernels(profiler: profile) -> tuple[Counter[str], int]:

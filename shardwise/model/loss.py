@@ -72,7 +72,9 @@ class _Chunked(torch.autograd.Function):
         dtype = at_least_float32(x[:0]).dtype
         loss = torch.zeros((), dtype=dtype, device=x.device)
         dx = torch.empty_like(x) if learns else None
-        dw = torch.empty_like(matrix, dtype=dtype) if learns and ctx.needs_input_grad[1] else None
+        # Where one chunk makes all of it, it is rounded once either way.
+        own = weight.dtype if weight.dtype == torch.bfloat16 and rows >= len(x) else dtype
+        dw = torch.empty_like(matrix, dtype=own) if learns and ctx.needs_input_grad[1] else None
         for start in range(0, len(x) or 1, rows):
             chunk = slice(start, start + rows)
             logits = gemm.multiply(x[chunk], matrix.mT)
@@ -95,10 +97,23 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None, None, None]:
         dx, dw = ctx.saved_tensors
         # In place: nothing else holds them, and the matrix's gradient is one of the largest tensors there are.
+        _scale(dx, grads[0])
         if dw is not None:
-            foreach_mul_([dw], grads[0].to(dw.dtype))  # several times as fast as `mul_` with a scalar on the device
+            _scale(dw, grads[0])
             dw = dw.to(ctx.dtype)
-        return dx.mul_(grads[0]), dw, None, None, None, None, None, None
+        return dx, dw, None, None, None, None, None, None
+
+
+def _scale(x: Tensor, factor: Tensor) -> None:
+    """Multiply in place by a scalar on the device, which keeps its precision."""
+    if x.element_size() > 2:
+        foreach_mul_([x], factor.to(x.dtype))  # several times as fast as `mul_`
+    elif x.is_cuda:
+        from shardwise.model.kernels.scale import scale_
+
+        scale_(x, factor)
+    else:
+        x.mul_(factor)
 
 
 def cross_entropy_and_grad_reference(logits: Tensor, targets: Tensor) -> Tensor:

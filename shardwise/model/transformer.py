@@ -59,6 +59,13 @@ class Block(nn.Module):
         return middle + out, auxiliary
 
 
+class Head(Linear):
+    """The unembedding matrix. Its forward pass ends the network, so that data parallelism can gather the matrix for it alone."""
+
+    def forward(self, x: Tensor, gemm: Gemm, finish: Finish | None) -> Tensor:  # type: ignore[override]
+        return gemm(x, self.weight, None) if finish is None else finish(x, self.weight)
+
+
 class Transformer(nn.Module):
     """Embedding, blocks, norm, head. `dtype` is the compute dtype; parameters may have a higher precision.
 
@@ -71,7 +78,7 @@ class Transformer(nn.Module):
     positions: nn.Embedding | None
     embed_norm: nn.Module | None
     norm: nn.Module | None
-    head: Linear | None
+    head: Head | None
     gemm: Gemm = Gemm()
     """Multiplies the last hidden states with the unembedding matrix."""
     frozen_embedding = False
@@ -94,7 +101,7 @@ class Transformer(nn.Module):
         own = range(config.layers) if layers is None else layers
         self.layers = nn.ModuleDict({str(n): Block(config, n) for n in own})
         self.norm = make_norm(config)
-        self.head = None if config.tied_embeddings else Linear(config.hidden, config.head_rows, bias=False)
+        self.head = None if config.tied_embeddings else Head(config.hidden, config.head_rows, bias=False)
         self.mask_builder: nn.Module = MaskBuilder(config.sliding_window)
         self.rope_builder: Callable[[ModelConfig, Tensor, torch.dtype], Rope | None]
         self.rope_builder = alibi_elements if config.position == "alibi" else rope_cos_sin
@@ -149,11 +156,12 @@ class Transformer(nn.Module):
     def unembed(self, x: Tensor, finish: Finish | None) -> Tensor:
         """The normed residual stream to logits, or to the result of `finish` on it and on the head's (if tied, the embedding's)
         matrix."""
-        vocabulary = self.head if self.head is not None else self.embed
         assert self.norm is not None
-        assert vocabulary is not None
         x = self.norm(x)
-        return self.gemm(x, vocabulary.weight, None) if finish is None else finish(x, vocabulary.weight)
+        if self.head is not None:
+            return self.head(x, self.gemm, finish)
+        assert self.embed is not None
+        return self.gemm(x, self.embed.weight, None) if finish is None else finish(x, self.embed.weight)
 
 
 def make_stage(

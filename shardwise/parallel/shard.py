@@ -8,7 +8,9 @@ multiple of z:
   reduce-scattered.
 - zero = 2: gradients too, reduce-scattered after every microbatch.
 - zero = 3: parameters too, all-gathered for every microbatch's forward and for its backward. Only parameters outside of the blocks
-  stay gathered between the two, and only where the backward follows the forward at once, that is without a pipeline.
+  stay gathered between the two, and only where the backward follows the forward at once, that is without a pipeline. There the
+  embedding is a unit of its own, unless it is the head too: it is freed behind the embedding, and not gathered again. Where
+  gradients are exchanged as below, so is the head: its gradient is sent while the backward pass runs.
 - zero = 3 with secondary_shard = s (ZeRO++'s hpZ, Wang et al. 2023, section 3.2): after a block is gathered for a forward pass,
   each rank keeps 1/s of it until the next pass, P/s more bytes. The next pass then gathers from the s ranks of its group: P(s-1)/s.
   In a pipeline the next pass may be another microbatch's; the number of passes that follow a forward pass stays the same. For
@@ -46,10 +48,17 @@ from shardwise.parallel.fp8_all_gather import Scales, enable_fp8_all_gather
 from shardwise.parallel.in_place import InPlace
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Problem, Run, UserError
-from shardwise.run.derive import exchanges_gradients, gathers_in_place, shard_dim
+from shardwise.run.derive import (
+    exchanges_gradients,
+    gathers_embedding_apart,
+    gathers_head_apart,
+    gathers_in_place,
+    shard_dim,
+)
 from shardwise.torch_private.fully_shard import (
     communicate_in_place,
     keep_secondary_shards,
+    not_read_in_backward,
     reduce_sharded_gradients,
     sharded_parameters,
 )
@@ -70,7 +79,7 @@ class Sharder:
 
     def __init__(self, run: Run, mesh: Mesh, frozen: bool = False, gpu: bool = False) -> None:
         """A `frozen` model runs forward passes only: nothing stays gathered for a backward pass, whatever the ZeRO stage."""
-        self.run = run
+        self.run, self.gpu = run, gpu
         self.in_place, self.exchanges = gathers_in_place(run, gpu=gpu), exchanges_gradients(run, gpu=gpu)
         self.mesh = mesh
         self.frozen = frozen
@@ -109,13 +118,23 @@ class Sharder:
         if not _needed(self.mesh, "zero"):
             return
         experts = {p for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
+        apart = model.embed if gathers_embedding_apart(self.run, frozen=self.frozen) else None
+        if apart is not None:
+            self._shard(apart, "zero")
+            not_read_in_backward(apart)
         # The backward pass begins with the head: without a pipeline, freed parameters would be gathered again at once.
-        self._shard(model, "zero", experts, keep=self.run.layout.pipeline == 1 and not self.frozen)
+        keep = self.run.layout.pipeline == 1 and not self.frozen
+        if model.head is not None and gathers_head_apart(self.run, gpu=self.gpu, frozen=self.frozen):
+            self._shard(model.head, "zero", keep=keep)
+        self._shard(model, "zero", experts, keep=keep)
         blocks: list[FSDPModule] = [block for block in model.layers.values() if isinstance(block, FSDPModule)]
+        last: list[FSDPModule] = [model.head] if isinstance(model.head, FSDPModule) else []
         ahead = self.run.layout.prefetch
+        if self.in_place and isinstance(apart, FSDPModule):
+            apart.set_modules_to_forward_prefetch(blocks[:1])
         for n, block in enumerate(blocks):
             if ahead > 1 or self.in_place:
-                block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 1 + ahead])
+                block.set_modules_to_forward_prefetch([*blocks, *last][n + 1 : n + 1 + ahead])
             if ahead > 1:
                 block.set_modules_to_backward_prefetch(blocks[max(0, n - ahead) : n][::-1])
         if self.run.layout.asynchronous:

@@ -129,6 +129,20 @@ def gathers_in_place(run: Run, *, gpu: bool) -> bool:
     return gpu and run.train.backend != "gloo" and not changed
 
 
+def gathers_embedding_apart(run: Run, *, frozen: bool = False) -> bool:
+    """Whether the embedding is gathered by itself, and freed once a microbatch's tokens are embedded: the backward pass does not
+    read it. A `frozen` network is sharded as by ZeRO-3. In a pipeline no other parameters outside of the layers are beside it."""
+    sharded = run.layout.gathers_each_pass or frozen
+    return sharded and run.layout.pipeline == 1 and not run.model.tied_embeddings
+
+
+def gathers_head_apart(run: Run, *, gpu: bool, frozen: bool = False) -> bool:
+    """Whether, besides, the head is gathered and its gradient reduced by itself, first of all. That is done where gradients are
+    exchanged: in the dtype of the sum, it would take more memory than there is while all activations are saved."""
+    near = bool(fresh_and_near(replace(run.layout, zero=3), run.cluster.devices_per_node))
+    return gathers_embedding_apart(run, frozen=frozen) and near and may_exchange(run, gpu=gpu)
+
+
 def exchanges_gradients(run: Run, *, gpu: bool) -> bool:
     """Whether ranks that share a machine send each other gradients of 16 bits and add them up, instead of a reduce-scatter in the
     dtype of the sum. Gradients that are added up before they are sent, or over replicas afterwards, have that dtype."""

@@ -91,6 +91,13 @@ def keep_secondary_shards(module: Any, mesh: Any) -> None:
         parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
 
 
+def not_read_in_backward(module: Any) -> None:
+    """Let backward passes not gather a module's parameters. Not every version has the public setter."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is not None:
+        group.unshard_in_backward = False
+
+
 def gathered_tensors(group: Any) -> Iterator[Tensor]:
     """A group's gathered (unsharded) parameters, secondary shards, and the buffers of its all-gathers."""
     for parameter in group.fsdp_params:

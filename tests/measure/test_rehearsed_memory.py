@@ -16,21 +16,26 @@ from shardwise.run import Run, read_run
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/gpu/rehearsal.py"))
 MEASURED = {
-    "mixtral": 122.7, "8b-128k": 12.9, "v3": 27.4, "405b-fp8": 21.6, "qwen-muon": 15.5,
-    "8b-context": 24.1, "8x7b-tensor": 85.9, "gemma": 75.7, "32b-pipeline": 45.8, "70b-zero3": 22.6, "70b-rowwise": 8.32,
+    "mixtral": 122.7, "v3": 27.4, "405b-fp8": 21.6,
+    "8b-context": 24.1, "8x7b-tensor": 85.9, "gemma": 75.7, "32b-pipeline": 45.8, "70b-rowwise": 8.32,
     "8x22b-fp8": 34.3, "opt": 15.3, "405b-context": 53.3,
-    "8b-tensor": 30.18, "13b-rowwise": 56.85, "a3b": 54.55, "neox-pipeline": 27.23, "65b-zero2": 18.94, "32b-ulysses": 21.52,
+    "a3b": 54.55, "neox-pipeline": 27.23, "65b-zero2": 18.94,
     "palm": 13.44, "bloom": 31.80, "mt-nlg": 15.52, "v3-fp8": 18.13, "405b-gather": 15.42,
 }  # fmt: skip
 """GiB."""
-NEWER = {"neox-zb": 18.11, "v3-tensor": 45.88, "8x7b-pipeline": 31.63}
+NEWER = {
+    "neox-zb": 18.11, "v3-tensor": 45.88, "8x7b-pipeline": 31.63,
+    "8b-tensor": 28.96, "13b-rowwise": 55.92, "32b-ulysses": 20.02, "70b-zero3": 20.61,
+    "7b-machine": 53.86, "13b-zero2": 104.1, "14b-fp8": 42.34, "66b-interleaved": 15.63, "72b-zb": 35.94, "70b-ulysses": 13.68,
+    "1.5b-ddp": 46.15, "7b1": 47.70,
+}  # fmt: skip
 """Those of rehearsals that run enough microbatches for the gradients of all stages."""
 
 
 def rehearsed(name: str) -> tuple[Run, int]:
     """The run that a rehearsal runs, and its rank."""
     words, rank = BENCHMARK["JOBS_BESIDE_PLAN"][name]
-    run = read_run(None, [*words.split(), *BENCHMARK["COMMON"].split()])
+    run = BENCHMARK["on_machines"](words)
     count = microbatches_at_peak(run, rank) if name in NEWER else microbatches_to_run(run, rank)[0]
     return with_microbatches(run, count), rank
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.model.kernels.cross_entropy import cross_entropy_and_grad_fused
+from shardwise.model.kernels.scale import scale_
 from shardwise.model.loss import IGNORE_INDEX, cross_entropy_and_grad_reference
 
 torch.manual_seed(1)
@@ -22,3 +23,12 @@ for rows, vocab in ((3, 5), (4, 2048), (2, 5000)):
     torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-7)
     assert losses[1][1] == 0
     assert not fused[1].any()
+
+for numel in (1, 2048, 5000):
+    for dtype in (torch.bfloat16, torch.float16):
+        values, factor = torch.randn(numel).to(dtype), torch.tensor(1 / 97)
+        want = (values.float() * factor).to(dtype)
+        scale_(values, factor)
+        torch.testing.assert_close(
+            values, want, rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0
+        )  # it cuts bits off

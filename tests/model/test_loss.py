@@ -99,6 +99,27 @@ def test_in_16_bits_it_is_no_further_off_than_the_plain_one() -> None:
     assert all(chunked < 1.2 * plain + 1e-3 for plain, chunked in zip(*off, strict=True))
 
 
+@pytest.mark.parametrize("chunk", [2**20, 300 * 2 * 10])
+def test_a_head_in_16_bits_has_its_gradient_in_16_bits_where_one_chunk_makes_it(chunk: int) -> None:
+    x, weight, targets = case(64, 300, 32, torch.bfloat16)
+    weight = weight.detach().bfloat16().requires_grad_()
+    factor = torch.tensor(1 / 97)  # which 16 bits do not hold
+    kept: list[torch.dtype] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        value = ChunkedCrossEntropy(chunk)(x, weight, targets)
+    assert kept == [torch.bfloat16, torch.bfloat16 if chunk == 2**20 else torch.float32]
+    (gradient,) = torch.autograd.grad(factor * value, weight)
+    exact = factor.double() * LinearCrossEntropy()(x.double(), weight.double(), targets)
+    (want,) = (g.double() for g in torch.autograd.grad(exact, weight))
+    assert (gradient.double() - want).norm() < 2**-7 * want.norm()
+    assert abs((gradient.double() * want).sum() / want.square().sum() - 1) < 1e-3
+
+
 def test_without_gradients_nothing_is_made_but_the_loss() -> None:
     x, weight, targets = case(5, 11, 3, torch.float64)
     with torch.no_grad():

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,13 @@ from shardwise.measure.verify import TOLERANCE, Verdict, counted, planned, rando
 from shardwise.parallel.in_place import padded
 from shardwise.plan.cost.job import job_of
 from shardwise.run import Run, read_run
-from shardwise.run.derive import exchanges_gradients, fresh_and_near, gathers_in_place
+from shardwise.run.derive import (
+    exchanges_gradients,
+    fresh_and_near,
+    gathers_embedding_apart,
+    gathers_head_apart,
+    gathers_in_place,
+)
 from shardwise.train.step import TrainState
 
 Layout = dict[str, Any]
@@ -46,17 +54,18 @@ class Calls(TorchDispatchMode):
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """The rules of collectives are those of a GPU."""
-    with (
-        mock.patch.multiple(
-            "shardwise.parallel.shard",
-            gathers_in_place=lambda run, gpu: gathers_in_place(run, gpu=True),
-            exchanges_gradients=lambda run, gpu: exchanges_gradients(run, gpu=True),
-        ),
-        mock.patch(
-            "shardwise.plan.trainer.rank.exchanges_gradients", lambda run, gpu: exchanges_gradients(run, gpu=True)
-        ),
-    ):
+    rules = (gathers_in_place, exchanges_gradients, gathers_head_apart)
+    as_there = {rule.__name__: functools.partial(_there, rule) for rule in rules}
+    with contextlib.ExitStack() as stack:
+        for module in ("parallel.shard", "plan.trainer.rank", "plan.trainer.outer"):
+            read = importlib.import_module(f"shardwise.{module}")
+            for name in as_there.keys() & vars(read).keys():
+                stack.enter_context(mock.patch.object(read, name, as_there[name]))
         yield
+
+
+def _there(rule: Callable[..., bool], run: Run, *, gpu: bool, **others: bool) -> bool:
+    return rule(run, gpu=True, **others)
 
 
 def trained(rank: int, run: Run) -> dict[str, Any]:
@@ -121,6 +130,7 @@ LOW_LAYOUTS: list[tuple[str, Layout]] = [
 def test_exchanged_gradients_are_those_of_a_reduce_scatter(ranks: RankPool, model: str, layout: Layout) -> None:
     run = low_run(model, layout)
     assert run.accumulation > 1
+    assert gathers_head_apart(run, gpu=True) == run.layout.gathers_each_pass
     usual = ranks.run(run.layout.world, by_fully_shard, run)
     for got, want in zip(ranks.run(run.layout.world, trained, run), usual, strict=True):
         assert got["calls"]["alltoall_base_"]
@@ -180,6 +190,19 @@ def test_what_is_fresh_and_near_is_exchanged() -> None:
         assert exchanges_gradients(run, gpu=True) == there, words
         assert job_of(run).exchanges_gradients == there, words
         assert not exchanges_gradients(run, gpu=False)
+    for words, embedding, head in (
+        ((), True, True),
+        (("cluster.nodes=2",), True, False),
+        (("train.dtype=float32",), True, False),
+        (("layout.compress_shards=int4",), True, False),
+        (("layout.zero=2",), False, False),
+        (("layout.pipeline=2",), False, False),
+        (("model.tied_embeddings=true",), False, False),
+    ):
+        run = made(*words)
+        assert gathers_embedding_apart(run) == embedding, words
+        assert gathers_head_apart(run, gpu=True) == head, words
+        assert not gathers_head_apart(run, gpu=False)
     layout = made().layout
     assert fresh_and_near(layout, np.array([4, 8, 16])).tolist() == [False, True, True]
 

@@ -328,7 +328,7 @@ class ParameterTable:
                 gathered = gathered + kept * framework.gather_bytes
             if split.pipeline == 1:
                 first, last = ends_parameters(job)
-                ends = first + last * (not job.model.tied_embeddings)
+                ends = first if job.model.tied_embeddings else last  # an embedding that is not the head too is freed
                 gathered = gathered + ends * framework.gather_bytes * sharded
             else:
                 one = layer_parameters(job, routed=bool(job.model.experts))
@@ -371,8 +371,11 @@ def rows_of(job: Job, sizes: Sizes) -> Rows:
     entering = rows * m.hidden * job.width  # an unchunked loss saves this rank's shard of it
     matrix = 0.0 if job.adapter.used else columns * m.hidden * high
     chunked, logits = chunked_loss(every) > 0, rows * columns * job.width
-    loss = np.where(chunked, logits / np.ceil(logits / job.chunk_bytes), 2.0 * rows * columns * high)
-    saved = np.where(chunked, matrix + entering, rows * columns * high + entering / sizes.tensor)
+    chunks = np.ceil(logits / job.chunk_bytes)
+    loss = np.where(chunked, logits / chunks, 2.0 * rows * columns * high)
+    narrow = (chunks == 1) * np.asarray(every.fully_sharded[0]) * (job.dtype == "bfloat16")  # the head's gradient
+    made = matrix * (1.0 - narrow * (1.0 - job.width / high)) + entering
+    saved = np.where(chunked, made, rows * columns * high + entering / sizes.tensor)
     if job.logprobs:  # chunks of logits, also in high precision, and the head's gradient; its input is saved
         both, chunks = job.width + high * (job.width < high), np.ceil(rows * columns * high / job.chunk_bytes)
         loss, saved = rows * columns * both / chunks + matrix, entering

@@ -15,6 +15,7 @@ from shardwise.plan.cost import memory as formulas
 from shardwise.plan.cost.host import IN_FLIGHT
 from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.trainer import muon, state
+from shardwise.plan.trainer.outer import head_sent, head_shrinks, outer_units
 from shardwise.plan.trainer.rank import PlannedRank, planned_rank
 from shardwise.plan.trainer.saved import Saved
 from shardwise.plan.trainer.traffic import first_ranks
@@ -163,6 +164,8 @@ class _Standing(NamedTuple):
     """Bytes of the gradients outside the layers as they were reduced, which `fully_shard` keeps until its next reduction."""
     updating: dict[str, float]
     """The owners whose bytes differ while the largest matrix is updated."""
+    head_sent: float
+    """Bytes that arrive, and of their sum, where the head's gradient is exchanged by itself behind the loss."""
 
 
 @lru_cache(maxsize=64)
@@ -177,7 +180,8 @@ def _standing(run: Run, rank: int) -> _Standing:
     )
     owners = {owner: float(size) for owner, size in own.items()}
     last, transposed = state.last_gradient(place), state.transposed_gradient(place)
-    return _Standing(owners, last, state.head_shrinks(place), transposed, _left_over(place), _updating(place, stays))
+    sent = head_sent(place)
+    return _Standing(owners, last, head_shrinks(place), transposed, _left_over(place), _updating(place, stays), sent)
 
 
 def _left_over(place: PlannedRank) -> float:
@@ -186,8 +190,11 @@ def _left_over(place: PlannedRank) -> float:
     each_microbatch = place.is_sharded and run.layout.zero >= 2 and not place.splits_backward
     if not each_microbatch or run.accumulation == 1 or run.memory.hosts_optimizer:
         return 0.0
-    outer = (p for stage in place.stages for p in place.outer_parameters(stage) if p.learns)
-    return float(sum(p.numel for p in outer) * place.reduce_width)
+    total = 0
+    for stage in place.stages:
+        units = (sum(p.numel for p in unit if p.learns) for unit, _ in reversed(outer_units(place, stage)))
+        total += next(filter(None, units), 0)  # the last that is reduced
+    return float(total * (place.width if place.exchanges_gradients else place.reduce_width))
 
 
 class _Alike(NamedTuple):
@@ -283,10 +290,12 @@ def _peak(owners: dict[str, float], run: Run, same: _Alike, estimate: _Estimated
             at_loss | {"gradients": 0.0},
             owners | {"activations": saved - same.behind + recomputed, "logits": 0.0, "gradients": 0.0},
             owners | {"activations": saved / run.model.layers + recomputed, "logits": 0.0, "gradients": made},
+            at_loss | {"buffers": at_loss["buffers"] + same.standing.head_sent, "logits": 0.0, "gradients": 0.0},
         ]
         return max(moments, key=lambda moment: sum(moment.values()))
     in_layer = owners | {"activations": owners["activations"] - shrinks + recomputed, "logits": 0.0}
-    return max(at_loss, in_layer, key=lambda moment: sum(moment.values()))
+    sent = at_loss | {"buffers": at_loss["buffers"] + same.standing.head_sent, "logits": 0.0}
+    return max(at_loss, in_layer, sent, key=lambda moment: sum(moment.values()))
 
 
 def _hosted_peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:

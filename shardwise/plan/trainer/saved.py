@@ -45,6 +45,7 @@ from fractions import Fraction
 from itertools import groupby
 
 from shardwise.plan.cost.operations import quantized
+from shardwise.plan.trainer.outer import head_gradient_width
 from shardwise.plan.trainer.rank import PlannedRank, Stage
 from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.saved_experts import moe
@@ -193,7 +194,7 @@ def loss(tape: Tape, x: str) -> None:
     if planned.chunked:  # the gradients of its input and of the head are made in the forward pass
         tape.save_new("gradient of the head's input", planned.tokens * head.shape[1])
         if head.learns:
-            tape.save_new("gradient of the head", head.numel, high)
+            tape.save_new("gradient of the head", head.numel, head_gradient_width(planned, head))
     elif planned.objective.scores:
         tape.save(normed)
         tape.save_new("gradient of scores", planned.local_tokens, high)

@@ -11,6 +11,7 @@ from operator import attrgetter
 from shardwise.plan.cost.host import STEP_COUNT, HostBytes, device_width, gradients_in_flight, host_bytes
 from shardwise.plan.trainer import compression
 from shardwise.plan.trainer.ends import handed_bytes
+from shardwise.plan.trainer.outer import outer_units
 from shardwise.plan.trainer.rank import WIDTHS, PlannedRank, planned_rank, reference_run
 from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.saved import Saved, recomputed_parts, saved
@@ -204,14 +205,16 @@ def short_schedule(run: Run) -> tuple[Schedule, float]:
 
 def gathered(planned: PlannedRank) -> int:
     """Peak bytes of unsharded parameters between two passes. Below ZeRO-3: all of them. With ZeRO-3: those outside of the layers
-    without a pipeline, and the prefetched layers with one. The secondary shards of layers come on top."""
+    without a pipeline, except an embedding that is gathered apart, and the prefetched layers with one. The secondary shards of
+    layers come on top."""
     run = planned.run
     if not planned.is_sharded:
         return 0
     if not run.layout.gathers_each_pass:
         stays = list(planned.parameters())
     elif run.layout.pipeline == 1:
-        stays = [(1, parameter) for stage in planned.stages for parameter in planned.outer_parameters(stage)]
+        units = (unit for stage in planned.stages for unit, freed in outer_units(planned, stage) if not freed)
+        stays = [(1, parameter) for unit in units for parameter in unit]
     else:
         return _prefetched(planned)
     total = sum(secondary_bytes(planned, planned.layer_parameters(run.model.is_moe(n))) for n in planned.recomputed)
@@ -278,15 +281,6 @@ def last_gradient(planned: PlannedRank) -> int:
         return 0
     embedding = planned.first_parameters(planned.stages[0])[0]
     return embedding.shard_numel(planned.sharding(embedding)[0]) * planned.high_width * embedding.learns
-
-
-def head_shrinks(planned: PlannedRank) -> int:
-    """Bytes by which the gradient of a chunked loss's head is smaller once `fully_shard` has it: in the compute dtype."""
-    stage = planned.stages[-1]
-    if not (stage.last and planned.chunked and planned.is_sharded):
-        return 0
-    head = planned.vocabulary(stage)
-    return head.numel * (planned.high_width - planned.width) * head.learns
 
 
 def transposed_gradient(planned: PlannedRank) -> int:

@@ -26,6 +26,7 @@ from shardwise.plan.cost.compression import BUCKET, FIRST_BUCKET, SUM
 from shardwise.plan.trainer.compression import exchange
 from shardwise.plan.trainer.ends import ends, pipeline, uncut_gradients
 from shardwise.plan.trainer.muon import gathered_matrices
+from shardwise.plan.trainer.outer import outer_units
 from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage, reference_run
 from shardwise.plan.trainer.rows import INTEGER, rows_to_experts
 from shardwise.plan.trainer.secondary import secondary_bytes, secondary_ranks
@@ -129,7 +130,8 @@ def data(wire: Wire) -> None:
         return
     lay, n = planned.run.layout, planned.run.stage_microbatches
     once, both = not lay.gathers_each_pass, n if wire.forward_only else 2 * n
-    # Without a pipeline the backward pass follows at once, and parameters outside of the layers stay gathered.
+    # Without a pipeline the backward pass follows at once, and parameters outside of the layers stay gathered, but for an embedding
+    # that is gathered apart.
     outer = n if lay.pipeline == 1 else both
     if wire.forward_only and not wire.frozen:  # what stays gathered is counted in the step's own passes
         if once:
@@ -140,7 +142,8 @@ def data(wire: Wire) -> None:
         if count := layers.count(moe):
             _sharded(wire, planned.layer_parameters(moe), count, 1 if once else both, secondary=True)
     for stage in planned.stages:
-        _sharded(wire, planned.outer_parameters(stage), 1, 1 if once else outer)
+        for unit, freed in outer_units(planned, stage):
+            _sharded(wire, unit, 1, n if freed else 1 if once else outer)
         if not wire.forward_only:
             _unused_prefetch(wire, stage)
     if planned.run.train.fp8 == "tensorwise":

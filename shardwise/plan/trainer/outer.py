@@ -1,0 +1,45 @@
+"""The parameters outside of the layers: which are gathered and reduced together, and what the head's gradient takes."""
+
+from __future__ import annotations
+
+from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank, Stage
+from shardwise.run.derive import chunk_bytes, chunk_rows, gathers_embedding_apart, gathers_head_apart
+
+
+def outer_units(planned: PlannedRank, stage: Stage) -> list[tuple[tuple[PlannedParameter, ...], bool]]:
+    """Those of a stage by unit, in the order in which gradients are reduced; and whether a unit is freed behind each forward pass
+    and not gathered again."""
+    every = planned.outer_parameters(stage)
+    if not gathers_embedding_apart(planned.run):
+        return [(every, False)]
+    names = ["head.weight"] if gathers_head_apart(planned.run, gpu=planned.fused) else []
+    head = tuple(p for p in every if p.entry.name in names)
+    rest = tuple(p for p in every[1:] if p not in head)
+    return [(head, False), (rest, False), (every[:1], True)]
+
+
+def head_gradient_width(planned: PlannedRank, head: PlannedParameter) -> int:
+    """Bytes of an element of the head's gradient as a chunked loss makes it: in high precision where chunks add to it, where the
+    head is held so, and in float16, whose range the sum over tokens may exceed."""
+    once = chunk_rows(planned.tokens, head.shape[0] * planned.width, chunk_bytes(planned.run)) >= planned.tokens
+    narrow = once and planned.is_sharded and planned.run.train.dtype == "bfloat16"
+    return planned.width if narrow else planned.high_width
+
+
+def head_shrinks(planned: PlannedRank) -> int:
+    """Bytes by which that gradient is smaller once `fully_shard` has it: in the compute dtype."""
+    stage = planned.stages[-1]
+    if not (stage.last and planned.chunked and planned.is_sharded):
+        return 0
+    head = planned.vocabulary(stage)
+    return head.numel * (head_gradient_width(planned, head) - planned.width) * head.learns
+
+
+def head_sent(planned: PlannedRank) -> float:
+    """Bytes that arrive of that gradient and of their sum, where it is exchanged by itself."""
+    stage = planned.stages[-1]
+    if not (planned.is_sharded and stage.last and gathers_head_apart(planned.run, gpu=planned.fused)):
+        return 0.0
+    head = planned.vocabulary(stage)
+    arrived, ranks = head.shard_numel(planned.size("zero")), planned.size("zero")
+    return float(arrived * (ranks * planned.width + planned.reduce_width) * head.learns)
