@@ -12,10 +12,11 @@ def outer_units(planned: PlannedRank, stage: Stage) -> list[tuple[tuple[PlannedP
     every = planned.outer_parameters(stage)
     if not gathers_embedding_apart(planned.run):
         return [(every, False)]
-    names = ["head.weight"] if gathers_head_apart(planned.run, gpu=planned.fused) else []
-    head = tuple(p for p in every if p.entry.name in names)
-    rest = tuple(p for p in every[1:] if p not in head)
-    return [(head, False), (rest, False), (every[:1], True)]
+    embedding = tuple(p for p in every if p.entry.name == "embed.weight")
+    alone = gathers_head_apart(planned.run, gpu=planned.fused)
+    head = tuple(p for p in every if alone and p.entry.name == "head.weight")
+    rest = tuple(p for p in every if p not in (*embedding, *head))
+    return [(head, False), (rest, False), (embedding, True)]
 
 
 def head_gradient_width(planned: PlannedRank, head: PlannedParameter) -> int:
