@@ -13,6 +13,7 @@ the chip's clock and caches. The planner corrects its curves with these points n
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from collections import Counter
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardwise.hardware import Profile, collective_seconds
 from shardwise.hardware.chips import chip_of_driver_name
@@ -61,6 +62,9 @@ ATTENTION = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": ("flash2", "backward", 1),
 }
 """Fused attention operators: the planner's kernel name, the direction, and the argument position of the queries; keys follow."""
+
+SETTLED = 1.0
+"""Seconds of steps after which a GPU's clock is taken for that of training."""
 
 Say = Callable[[str], None]
 Collectives = Callable[[int, int, Hold | None], contextlib.AbstractContextManager[None]]
@@ -206,9 +210,7 @@ def _measure(
     say(f"{steps} steps to measure, and one under the profiler")
     seconds = _timed(train_state, batch, steps)
     allocated = (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)) if cuda else None
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities, record_shapes=True) as profiler:
-        train_state.train_step(batch).read()
+    profiler = profiled(train_state, batch, math.ceil(SETTLED / statistics.median(seconds)) if cuda else 0)
     read(profiler)
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
@@ -219,6 +221,20 @@ def _measure(
         optimizer=unique_bytes(optimizer_of(train_state)),
     )
     return _Measured(seconds, parts, kernels, owners, allocated)
+
+
+def profiled(train_state: TrainState, batch: Any, behind: int) -> profile:
+    """A step that is profiled right behind others that are not: a GPU that has just idled clocks higher than one that trains."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if train_state.device.type == "cuda" else [])]
+    when = schedule(wait=0, warmup=behind, active=1) if behind else None
+    with profile(activities=activities, record_shapes=True, schedule=when) as profiler:
+        for number in range(behind):
+            step = train_state.train_step(batch)
+            if number == behind - 1:
+                step.read()  # waits, so that no kernel of this step is recorded with the next
+            profiler.step()
+        train_state.train_step(batch).read()
+    return profiler
 
 
 def _timed(train_state: TrainState, batch: Any, steps: int) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,14 @@ from shardwise.cli.main import main
 from shardwise.hardware import Profile, collective_seconds, load_profile
 from shardwise.ledger import Difference
 from shardwise.measure.bench.machine import empty_profile
-from shardwise.measure.rehearse import Rehearsal, planned_seconds, rehearse
+from shardwise.measure.rehearse import Rehearsal, profiled, planned_seconds, rehearse
 from shardwise.measure.stand_in import repeat, stand_in_collectives
+from shardwise.measure.verify import random_batch
 from shardwise.plan.cost.job import job_of
 from shardwise.plan.plan import plan
 from shardwise.report.pick import agreement
 from shardwise.run import Run, UserError, read_run
+from shardwise.train.step import TrainState
 
 SMALL = ("model.layers=4", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.vocab=64", "train.seq_len=32",
          "train.global_batch=16", "train.microbatch=2", "train.device=cpu")  # fmt: skip
@@ -62,6 +65,19 @@ def test_a_rank_is_compared_with_its_own_plan_and_what_differs_is_said() -> None
     differs = Difference("memory", "memory parameters", 100.0, 99.0), Difference("time", "time step", 1.0, 3.0)
     judged = dict.fromkeys(("time", "memory"), float("inf")) | {"memory: memory parameters": 0.0}
     assert agreement(differs, judged) == "1 of 2 quantities differs by more than the tolerance."
+
+
+def test_of_several_steps_only_the_last_is_recorded() -> None:
+    with stand_in_collectives(0, 2):
+        train_state = TrainState(small("layout.shard=2"))
+        batch = random_batch(train_state.run, train_state.mesh.data_index)
+        train_state.train_step(batch)
+        alone, behind = (
+            Counter(event.name for event in profiled(train_state, batch, steps).events() or ()) for steps in (0, 2)
+        )
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert alone[name] == behind[name] > 0
+    assert alone["c10d::_allgather_base_"] == behind["c10d::_allgather_base_"] > 0
 
 
 def test_tokens_are_routed_evenly_in_the_plan_too() -> None:
