@@ -14,7 +14,7 @@ from shardwise.cli.main import main
 from shardwise.hardware import Profile, collective_seconds, load_profile
 from shardwise.ledger import Difference
 from shardwise.measure.bench.machine import empty_profile
-from shardwise.measure.rehearse import Rehearsal, profiled, planned_seconds, rehearse
+from shardwise.measure.rehearse import Rehearsal, planned_seconds, profiled, rehearse
 from shardwise.measure.stand_in import repeat, stand_in_collectives
 from shardwise.measure.verify import random_batch
 from shardwise.plan.cost.job import job_of
