@@ -379,6 +379,26 @@ def titan(job: str, stand_in: bool) -> dict[str, Any]:
     return dict(case="titan-standin" if stand_in else "titan", job=job, ms=statistics.median(times), gib=peak)
 
 
+def detail(profiler: Any) -> dict[str, list[list[Any]]]:
+    """What a step is made of: products by their sizes, kernels by their names, each with its calls and seconds."""
+    from shardwise.measure.rehearse import GEMMS
+
+    products: dict[tuple[int, ...], list[float]] = {}
+    kernels: dict[tuple[str], list[float]] = {}
+    for event in profiler.events() or ():
+        if event.device_type.name == "CUDA" and not event.is_user_annotation:
+            kernels.setdefault((event.name[:90],), []).append(event.device_time * 1e-6)
+        elif event.name in GEMMS and event.device_time_total and event.input_shapes:
+            first, second = (event.input_shapes[place] for place in GEMMS[event.name])
+            if len(first) == len(second) == 2:
+                products.setdefault((first[0], second[1], first[1]), []).append(event.device_time_total * 1e-6)
+
+    def rows(found: dict[Any, list[float]]) -> list[list[Any]]:
+        return sorted(([*key, len(each), sum(each)] for key, each in found.items()), key=lambda row: -row[-1])
+
+    return dict(products=rows(products), kernels=rows(kernels)[:60])
+
+
 def beside_plan(names: list[str], out: Path | None) -> None:
     """Rehearse jobs one after the other, each beside its plan."""
     import gc
@@ -392,7 +412,12 @@ def beside_plan(names: list[str], out: Path | None) -> None:
         words, rank = JOBS_BESIDE_PLAN[name]
         try:
             run = on_machines(words)
-            rows[name] = rehearse(run, rank, steps=3, warmup=3).as_dict()
+            parts: dict[str, Any] = {}
+
+            def read(profiler: Any, into: dict[str, Any] = parts) -> None:
+                into.update(detail(profiler))
+
+            rows[name] = rehearse(run, rank, steps=3, warmup=3, read=read).as_dict() | parts
             short = {q["name"]: f"{100 * (q['relative'] or 0):+.1f}%" for q in rows[name]["quantities"]}
             print(
                 name,
