@@ -7,7 +7,7 @@ CORES  ?= $(shell getconf _NPROCESSORS_ONLN)
 # One more worker than cores: some wait for ranks, servers or a browser. Another would collect all tests once more.
 WORKERS = -n $$(( $(CORES) + 1 )) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
-SHARE  ?= 0.4
+SHARE  ?= 0.33
 
 # Some containers forbid bytecode files. Then each of a hundred processes would compile PyTorch's Python files anew, for seconds.
 unexport PYTHONDONTWRITEBYTECODE

@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("thorough")
     config.addinivalue_line(
         "markers",
-        "large(finds): for the large tier; what it finds that the small one does not; campaign=True: minutes, in one of --share",
+        "large(finds): for the large tier; what it finds that the small one does not; campaign=True: takes minutes, one in so many",
     )
     config.addinivalue_line(
         "markers", "drawn(n, *each): the small tier draws n cases, with each value of these parameters"

@@ -71,20 +71,22 @@ def cases_not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
 
 
 def cases_not_shared(items: list[pytest.Item], seed: int, share: float) -> set[pytest.Item]:
-    """What the large tier leaves out where it takes a share: of the cases that the small tier would not draw, and of campaigns.
-    Cases of a file that have one name, the tests of a layout, stay together."""
+    """What the large tier leaves out where it takes a share: of the cases that the small tier would not draw, and of campaigns, of
+    minutes each, so many, at least one. Cases of a file that have one name, the tests of a layout, stay together."""
     small = [item for item in items if not item.get_closest_marker("large")]
     extra = {item for item in items if item.get_closest_marker("large")} | cases_not_drawn(small, seed)
-    left_out = set()
-    for item in extra:
+    left_out, campaigns = set(), []
+    for item in items:
+        if item not in extra:
+            continue
         mark = item.get_closest_marker("large")
         path, _, case = item.nodeid.partition("[")
-        if not case and not (mark is not None and mark.kwargs.get("campaign")):
-            continue
-        name = f"{path.partition('::')[0]}[{case}" if case else item.nodeid
-        if random.Random(f"{seed} {name}").random() >= share:
+        if not case:
+            campaigns += [item] if mark is not None and mark.kwargs.get("campaign") else []
+        elif random.Random(f"{seed} {path.partition('::')[0]}[{case}").random() >= share:
             left_out.add(item)
-    return left_out
+    random.Random(f"{seed} campaigns").shuffle(campaigns)
+    return left_out | set(campaigns[max(1, int(share * len(campaigns))) :])
 
 
 def some_of(cases: list[pytest.Item], count: int, chance: random.Random) -> set[pytest.Item]:

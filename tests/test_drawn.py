@@ -60,15 +60,17 @@ class LargeCase(Case):
 def test_a_share_keeps_what_the_small_tier_draws_and_the_rest_comes_up() -> None:
     small = [Case("a", (3,), number=n) for n in range(20)]
     large = [LargeCase(name, None, layout=n) for n in range(20) for name in "bc"]
-    campaign, single = LargeCase("d", ()), LargeCase("e", None)
-    campaign.nodeid, single.nodeid = "file.py::d", "file.py::e"
-    cases = [*small, *large, campaign, single]
+    *campaigns, single = (LargeCase(name, () if name < "h" else None) for name in "defgh")
+    for test in (*campaigns, single):
+        test.nodeid = test.nodeid.partition("[")[0]
+    cases = [*small, *large, *campaigns, single]
     taken = []
     for seed in range(40):
         left_out = cases_not_shared(cases, seed, 0.4)  # type: ignore[arg-type]
         taken.append({case for case in cases if case not in left_out})
         assert set(drawn(small, seed)) <= taken[-1]
         assert single in taken[-1]
+        assert len(taken[-1] & set(campaigns)) == 1
         kept = {case.nodeid.partition("[")[2]: case in taken[-1] for case in large}
         assert all(kept[case.nodeid.partition("[")[2]] == (case in taken[-1]) for case in large), (
             "a layout's tests part"

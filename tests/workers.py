@@ -19,6 +19,7 @@ WAITING = (
 LONGEST = (
     "cuda/test_compiled_cuda",
     *WAITING,
+    "tune/test_demo",
     "docs/test_pages",
     "workbench/test_shown_runs",
     "workbench/test_page",
