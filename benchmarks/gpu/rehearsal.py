@@ -446,7 +446,7 @@ def main() -> None:
     if args.what == "case":
         case, job, *rest = args.name
         if case.startswith("shardwise"):
-            found = ours(job, int(rest[0]) if rest else 0, tune=case == "shardwise-tune", fake=case == "shardwise-fake")
+            found = ours(job, int(rest[0]) if rest else 0, tune="tune" in case, fake="fake" in case)
         else:
             found = titan(job, case == "titan-standin")
         print("RESULT " + json.dumps(found))

@@ -57,6 +57,19 @@ def zigzag_order(length: int, ranks: int) -> Tensor:
     return torch.from_numpy(np.concatenate([zigzag_positions(length, ranks, rank) for rank in range(ranks)]))
 
 
+def by_position(x: Tensor, ranks: int) -> Tensor:
+    """A sequence whose shards lie one rank after the other, in order. Chunks are moved as they are, and so are their gradients; an
+    index would add these up row by row."""
+    front, back = x.unflatten(1, (ranks, 2, -1)).unbind(2)
+    return torch.cat((front, back.flip(1)), dim=1).flatten(1, 2)
+
+
+def by_rank(x: Tensor, ranks: int) -> Tensor:
+    """The inverse of `by_position`."""
+    front, back = x.unflatten(1, (2 * ranks, -1)).chunk(2, dim=1)
+    return torch.stack((front, back.flip(1)), dim=2).flatten(1, 3)
+
+
 @dataclass(frozen=True)
 class ContextMask:
     """What the attention of a split sequence needs: the documents of whole rows as given (or None), the sliding window, and,
@@ -197,9 +210,8 @@ class GatherAttention(BlockwiseAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
         ranks = dist.get_world_size(self.group)
-        width, length = k.shape[-1], q.shape[1] * ranks
-        both = all_gather_sequence(torch.cat((k, v), dim=-1), self.group, again=False)
-        both = both.index_select(1, zigzag_order(length, ranks).to(q.device).argsort())
+        width = k.shape[-1]
+        both = by_position(all_gather_sequence(torch.cat((k, v), dim=-1), self.group, again=False), ranks)
         return self._attend(q, both[..., :width], both[..., width:], mask)
 
     @torch.compiler.disable
@@ -224,11 +236,9 @@ class UlyssesAttention(nn.Module):
         if k.shape[2] % ranks:  # too few key/value heads to divide: repeat each for the query heads that use it
             groups = q.shape[2] // k.shape[2]
             k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-        places = zigzag_order(q.shape[1] * ranks, ranks).to(q.device)
-        q, k, v = (self._to_heads(x, ranks).index_select(1, places.argsort()) for x in (q, k, v))
-        length = q.shape[1]
-        out = self.inner(q, k, v, self.masks(length, mask.documents, q.device))
-        return self._to_sequence(out.index_select(1, places), ranks)
+        q, k, v = (by_position(self._to_heads(x, ranks), ranks) for x in (q, k, v))
+        out = self.inner(q, k, v, self.masks(q.shape[1], mask.documents, q.device))
+        return self._to_sequence(by_rank(out, ranks), ranks)
 
     def _swap(self, x: Tensor, ranks: int) -> Tensor:
         """All-to-all over the first dimension, in equal shares."""

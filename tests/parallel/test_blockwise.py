@@ -11,7 +11,15 @@ from interpreted_kernels import Interpreter
 from torch import Tensor
 
 from shardwise.parallel.blockwise import KERNELS, Blockwise, attend_block, merge, row_bounds
-from shardwise.parallel.context import ContextMask, gather_parts, ring_part, zigzag_positions
+from shardwise.parallel.context import (
+    ContextMask,
+    by_position,
+    by_rank,
+    gather_parts,
+    ring_part,
+    zigzag_order,
+    zigzag_positions,
+)
 
 RANKS, LENGTH, SCALE = 4, 64, 0.3
 KERNEL = Path(__file__).with_name("bounded_attention_check.py")
@@ -67,6 +75,17 @@ def round_the_ring(rank: int, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask
         else:
             out, lse = block[0].to(torch.promote_types(q.dtype, torch.float32)), block[1]
     return out.to(q.dtype).transpose(1, 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_chunks_are_moved_as_the_zigzag_has_them(ranks: int) -> None:
+    whole = torch.randn(2, 4 * ranks, 3, requires_grad=True)
+    shards = by_rank(whole, ranks)
+    assert torch.equal(shards, whole[:, zigzag_order(4 * ranks, ranks)])
+    assert torch.equal(by_position(shards, ranks), whole)
+    weights = torch.randn(2, 4 * ranks, 3)
+    (gradient,) = torch.autograd.grad((by_position(by_rank(whole, ranks) * 2, ranks) * weights).sum(), whole)
+    assert torch.equal(gradient, 2 * weights)
 
 
 @pytest.mark.parametrize("window", [0, 1, 7, 40, 64])

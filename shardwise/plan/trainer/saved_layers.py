@@ -173,14 +173,12 @@ def core(tape: Tape, heads: Heads) -> str:
     if lay.context_method in ("ring", "gather"):
         k, v = heads.k, heads.v
         if lay.context_method == "gather":
-            tape.save_new("order", length, INTEGER)
             k = v = tape.make("both", batch * length * heads.keys * (heads.width + heads.v_width))
         tape.save(heads.q, k, v)
         out = tape.make("blocks out", planned.tokens * heads.queries * heads.v_width)
         tape.save(out)
         tape.save_new("blocks sums", planned.tokens * heads.queries, planned.high_width)
         return flat if heads.queries > 1 else out
-    tape.save_new("orders", 4 * length, INTEGER)
     keys = (heads.keys if heads.keys % c == 0 else heads.queries) // c
     queries = heads.queries // c
     q = tape.make("dealt q", batch * length * queries * heads.width)
