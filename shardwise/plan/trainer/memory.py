@@ -15,7 +15,7 @@ from shardwise.plan.cost import memory as formulas
 from shardwise.plan.cost.host import IN_FLIGHT
 from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.trainer import muon, state
-from shardwise.plan.trainer.outer import head_sent, head_shrinks, outer_units
+from shardwise.plan.trainer.outside import head_sent, head_shrinks, outer_units
 from shardwise.plan.trainer.rank import PlannedRank, planned_rank
 from shardwise.plan.trainer.saved import Saved
 from shardwise.plan.trainer.traffic import first_ranks

@@ -45,7 +45,7 @@ from fractions import Fraction
 from itertools import groupby
 
 from shardwise.plan.cost.operations import quantized
-from shardwise.plan.trainer.outer import head_gradient_width
+from shardwise.plan.trainer.outside import head_gradient_width
 from shardwise.plan.trainer.rank import PlannedRank, Stage
 from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.saved_experts import moe

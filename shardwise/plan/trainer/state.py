@@ -11,7 +11,7 @@ from operator import attrgetter
 from shardwise.plan.cost.host import STEP_COUNT, HostBytes, device_width, gradients_in_flight, host_bytes
 from shardwise.plan.trainer import compression
 from shardwise.plan.trainer.ends import handed_bytes
-from shardwise.plan.trainer.outer import outer_units
+from shardwise.plan.trainer.outside import outer_units
 from shardwise.plan.trainer.rank import WIDTHS, PlannedRank, planned_rank, reference_run
 from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.saved import Saved, recomputed_parts, saved

@@ -26,7 +26,7 @@ from shardwise.plan.cost.compression import BUCKET, FIRST_BUCKET, SUM
 from shardwise.plan.trainer.compression import exchange
 from shardwise.plan.trainer.ends import ends, pipeline, uncut_gradients
 from shardwise.plan.trainer.muon import gathered_matrices
-from shardwise.plan.trainer.outer import outer_units
+from shardwise.plan.trainer.outside import outer_units
 from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage, reference_run
 from shardwise.plan.trainer.rows import INTEGER, rows_to_experts
 from shardwise.plan.trainer.secondary import secondary_bytes, secondary_ranks
