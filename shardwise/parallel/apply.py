@@ -51,7 +51,7 @@ from shardwise.run.parameters import Cut, Parameter, find_parameter, matrix_of
 from shardwise.run.parametrization import initial_factor
 from shardwise.run.sections.adapter import NF4_BLOCK
 from shardwise.schedules import Schedule, make_schedule
-from shardwise.torch_private import cache_custom_autograd_functions
+from shardwise.torch_private import cache_custom_autograd_functions, compile_layers_whole
 from shardwise.torch_private.fully_shard import sharded_parameters
 
 
@@ -155,6 +155,7 @@ def compiled(forward: Callable[..., Any], *, accumulates: bool, gathers: bool) -
     recognises saved tensors by their storage (`activations/saving.py`), and would take another tensor there for the gathered
     one."""
     cache_custom_autograd_functions()
+    compile_layers_whole()
     options: dict[str, Any] = {}
     if accumulates:
         from shardwise.model.gemm.accumulate import ACCUMULATE  # imports the compiler

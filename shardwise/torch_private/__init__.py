@@ -213,6 +213,14 @@ def cache_custom_autograd_functions() -> None:
         config.autograd_cache_allow_custom_autograd_functions = True
 
 
+def compile_layers_whole() -> None:
+    """Compile a layer as one graph inside of DistributedDataParallel too. PyTorch cuts graphs at every bucket of gradients, so that
+    all-reduces of a network that is compiled as a whole overlap; those of layers do anyway."""
+    from torch._dynamo import config
+
+    config.optimize_ddp = False
+
+
 # CUDA.
 
 

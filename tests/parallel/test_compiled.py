@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import cases
@@ -21,7 +23,7 @@ LARGE = pytest.mark.large("code that Inductor generates for each layout; the gra
 COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 
 
-def train_anew(rank: int, run: Run, backend: str) -> dict[str, Any]:
+def train_anew(rank: int, run: Run, backend: str | Callable[..., Any]) -> dict[str, Any]:
     torch._dynamo.reset()  # a process compiles a function for eight cases and then runs it as written
     real = torch.compile
     torch.compile = functools.partial(real, backend=backend)  # type: ignore[assignment]
@@ -45,6 +47,25 @@ def check(ranks: RankPool, drawn: layouts.Drawn, backend: str = "inductor", **mo
 @pytest.mark.drawn(group="compiled")
 def test_tensor_ranks(ranks: RankPool, backend: str) -> None:
     check(ranks, ("dense", dict(tensor=2), dict(layers=1, steps=2)), backend)
+
+
+def graphs(rank: int, run: Run) -> list[int]:
+    """The operations of each graph that is compiled."""
+    found: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        found.append(len(graph.graph.nodes))
+        return graph
+
+    train_anew(rank, run, count)
+    return found
+
+
+def test_a_layer_of_a_replica_is_one_graph(ranks: RankPool) -> None:
+    run = cases.make_run("dense", dict(replicate=2), layers=1, steps=1, compile=True)
+    large = dict(hidden=512, ffn=1024)  # several buckets
+    for found in ranks.run(2, graphs, replace(run, model=replace(run.model, **large))):
+        assert len(found) == 2, found  # for training and for evaluation
 
 
 @LARGE
