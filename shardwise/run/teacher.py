@@ -35,11 +35,13 @@ def _files(path: Path) -> list[Path]:
 
 
 def teacher_run(run: Run) -> Run:
-    """The teacher's run beside the student's: the same axes, its own stages, and no expert axis if it has no experts."""
+    """The teacher's run beside the student's: the same axes, its own stages, and no expert axis if it has no experts. Weights
+    that are drawn, for tests, are not of the student's parametrization: a head of zeros names no likeliest tokens."""
     model, layout = teacher_model(run), replace(run.layout, stages=())
     if not model.experts:
         layout = replace(layout, expert=1, expert_tensor=False)
-    return replace(run, model=model, layout=layout, adapter=AdapterConfig())
+    train = replace(run.train, parametrization="standard")
+    return replace(run, model=model, layout=layout, train=train, adapter=AdapterConfig())
 
 
 # fmt: off

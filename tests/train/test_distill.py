@@ -24,6 +24,7 @@ from shardwise.plan.plan import plan
 from shardwise.run import Run, UserError, read_run, run_from_dict
 from shardwise.run.write import to_toml
 from shardwise.train import loop
+from shardwise.train.batches.reference import Reference
 from shardwise.train.batches.score import score
 from shardwise.train.objectives.distill import divergences
 from shardwise.train.progress.metrics import read_metrics
@@ -222,6 +223,18 @@ def test_mistakes_of_a_teacher_are_sentences(tmp_path: Path) -> None:
         )
     with pytest.raises(UserError, match="learns nothing from numbers beside the data"):
         run_from_dict(dict(objective=dict(kind="sft", stored=True)))
+
+
+def test_a_teacher_that_is_drawn_names_likeliest_tokens() -> None:
+    run = cases.make_run("dense", {}, objective="distill", parametrization="mup", base_width=8, base_layers=1)
+    train_state = TrainState(run)
+    assert isinstance(train_state.reference, Reference)
+    (teacher,) = train_state.reference.models
+    (student,) = train_state.parallel.models
+    assert teacher.head is not None
+    assert student.head is not None
+    assert teacher.head.weight.std() > 0
+    assert not student.head.weight.any()
 
 
 def test_the_plan_of_a_larger_teacher_takes_longer_and_holds_more() -> None:
