@@ -18,7 +18,7 @@ modules of `model/`, for n rows; w is the width of the compute dtype, W that of 
                  varlen attention takes the window (CUDA, 16 bits)
       ring       the same; its output is copied for the output projection
       ulysses    the same for some heads over the whole sequence, and the output after its all-to-all
-      gather     keys and values of the whole sequence, in order, and a mask
+      gather     keys and values of the whole sequence, in order
     gate, up     silu and gelu save their input, the product with `up` saves both factors; relu saves its result
     router       its input in high precision, or unchanged where it has its own GEMM (CUDA, bfloat16); scores, choices, weights
     experts      rows sorted by expert, the saved tensors of gate and up for these, and the expert outputs of each token before
