@@ -63,7 +63,11 @@ class Head(Linear):
     """The unembedding matrix. Its forward pass ends the network, so that data parallelism can gather the matrix for it alone."""
 
     def forward(self, x: Tensor, gemm: Gemm, finish: Finish | None) -> Tensor:  # type: ignore[override]
-        return gemm(x, self.weight, None) if finish is None else finish(x, self.weight)
+        return _finished(x, self.weight, gemm, finish)
+
+
+def _finished(x: Tensor, matrix: Tensor, gemm: Gemm, finish: Finish | None) -> Tensor:
+    return gemm(x, matrix, None) if finish is None else finish(x, matrix)
 
 
 class Transformer(nn.Module):
@@ -161,7 +165,7 @@ class Transformer(nn.Module):
         if self.head is not None:
             return self.head(x, self.gemm, finish)
         assert self.embed is not None
-        return self.gemm(x, self.embed.weight, None) if finish is None else finish(x, self.embed.weight)
+        return _finished(x, self.embed.weight, self.gemm, finish)
 
 
 def make_stage(
