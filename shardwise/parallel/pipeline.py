@@ -34,7 +34,7 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.observer import Observers
 from shardwise.parallel.p2p import irecv, isend
-from shardwise.parallel.shard import free_secondary_shards, reduce_deferred_gradients
+from shardwise.parallel.shard import end_forward_passes, reduce_deferred_gradients
 from shardwise.schedules import PASSES, Action, Message, Schedule, message_of, transfers
 from shardwise.schedules.make import cached_schedule
 
@@ -241,8 +241,8 @@ class Pipeline:
         self.channel.close()
         if self.handover is not None:
             self.handover.finish_evictions()
-        for stage in self.stages.values() if factor is None and self.mesh.layout.secondary_shard > 1 else ():
-            free_secondary_shards(stage.model)
+        for stage in self.stages.values() if factor is None else ():
+            end_forward_passes(stage.model, self.mesh)
         if factor is not None:
             for stage in self.stages.values():
                 if stage.split is not None:

@@ -57,6 +57,7 @@ from shardwise.run.derive import (
 )
 from shardwise.torch_private.fully_shard import (
     communicate_in_place,
+    forget_forward_passes,
     keep_secondary_shards,
     not_read_in_backward,
     reduce_sharded_gradients,
@@ -203,10 +204,12 @@ def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (m for m in model.modules() if isinstance(m, FSDPModule))
 
 
-def free_secondary_shards(model: Transformer) -> None:
-    """Free the secondary shards of blocks whose forward passes had no backward pass."""
-    for module in sharded_modules(model.layers):
-        module.reshard()
+def end_forward_passes(model: Transformer, mesh: Mesh) -> None:
+    """Free what forward passes keep for their backward passes, where these never come."""
+    forget_forward_passes(model)
+    if mesh.layout.secondary_shard > 1:
+        for module in sharded_modules(model.layers):
+            module.reshard()
 
 
 def wrap_ddp(model: nn.Module, mesh: Mesh, reduce_dtype: torch.dtype | None) -> DistributedDataParallel:

@@ -98,6 +98,14 @@ def not_read_in_backward(module: Any) -> None:
         group.unshard_in_backward = False
 
 
+def forget_forward_passes(model: nn.Module) -> None:
+    """Clear the order of the forward passes that no backward pass follows. `fully_shard` clears it behind a backward pass, and
+    would prefetch the layer that ran last in such a pass during the next backward pass, where nothing reads it."""
+    for _, group in sharded_groups(model):
+        group.comm_ctx.post_forward_order.clear()
+        group._post_forward_indices.clear()
+
+
 def gathered_tensors(group: Any) -> Iterator[Tensor]:
     """A group's gathered (unsharded) parameters, secondary shards, and the buffers of its all-gathers."""
     for parameter in group.fsdp_params:

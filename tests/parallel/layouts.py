@@ -201,6 +201,17 @@ OBJECTIVE_EDGES: list[Drawn] = [
     ("latent", dict(pipeline=2, context=2), dict(objective="dpo ipo")),
     ("tied", dict(replicate=2), LOW_PRECISION | dict(objective="dpo")),
     ("dense", dict(tensor=2, shard=2), dict(objective="dpo", adapter="lora")),  # whose reference is it without adapters
+    # A stage between the ends, through which passes go that no backward pass follows.
+    (
+        "neox",
+        dict(pipeline=2, shard=2, schedule="breadth-first", stages=(1, 2, 1, 0)),
+        dict(objective="dpo", adapter="lora"),
+    ),
+    (
+        "tied",
+        dict(pipeline=2, shard=2, stages=(0, 2, 2, 0), schedule="interleaved", zero=2),
+        dict(objective="dpo margins", layers=4),
+    ),
     ("dense", dict(context=2, shard=2), dict(objective="kto")),
     ("dense", dict(context=2), dict(objective="kto", adapter="lora")),  # of whose four passes two stand for a reference
     ("tied", dict(tensor=2, context=2), dict(objective="reward")),
