@@ -191,7 +191,8 @@ class TrainConfig:
     )
     compile: Literal["auto", True, False] = key(
         "auto",
-        "compile each layer with torch.compile; the first step takes longer; auto: only on one GPU in 16 bits",
+        "compile each layer with torch.compile; the first step takes longer; "
+        "auto: on GPUs in 16 bits, where no other key excludes it",
     )
     cuda_graph: Literal["auto", True, False] = key(
         "auto",
