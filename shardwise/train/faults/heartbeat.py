@@ -30,6 +30,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from shardwise.ledger import AXIS_OF
+
 if TYPE_CHECKING:
     from shardwise.parallel.mesh import Mesh
     from shardwise.parallel.pipeline import Pipeline
@@ -254,11 +256,11 @@ def explain(beats: Sequence[Heartbeat], silent: Sequence[int]) -> str:
     """A sentence that names the ranks that did not arrive, and at which collective or message."""
     found = missing(beats, silent)
     parts = [
-        f"rank {rank} did not arrive at {wait.collective} number {wait.waits_for} of axis {wait.axis}, "
-        f"which others have waited for since {wait.seconds:.0f} s"
+        f"rank {rank} did not arrive at {wait.collective} number {wait.waits_for} of axis {axis}, "
+        f"where others have waited for {wait.seconds:.0f} s"
         if wait.sender < 0
-        else f"rank {rank} did not send the {wait.collective}, along axis {wait.axis}"
-        for rank, wait in found
+        else f"rank {rank} did not send the {wait.collective}, along axis {axis}"
+        for rank, wait, axis in ((rank, wait, AXIS_OF.get(wait.axis, wait.axis)) for rank, wait in found)
     ]
     named = {rank for rank, _ in found}
     parts += [f"rank {rank} gives no sign of life" for rank in sorted(set(silent)) if rank not in named]

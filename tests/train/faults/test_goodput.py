@@ -56,7 +56,9 @@ def test_the_rank_that_waits_for_nobody_is_the_one_that_did_not_arrive() -> None
     ]
     found = missing(beats, [])
     assert [(rank, wait.axis) for rank, wait in found] == [(3, "zero")]
-    assert "rank 3 did not arrive at all_gather number 6 of axis zero" in explain(beats, [])
+    assert "rank 3 did not arrive at all_gather number 6 of axis shard, where others have waited for 7 s" in explain(
+        beats, []
+    )
     # Of a rank that is silent the last word may be old, but it says what it had not begun.
     assert [rank for rank, _ in missing(beats, [3])] == [3]
     owed = GroupProgress("pipeline", "message", waits_for=1, collective="activation of stage 0, microbatch 2", sender=0)
