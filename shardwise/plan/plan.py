@@ -11,10 +11,11 @@ import numpy as np
 
 from shardwise.ledger import Account, Memory, as_dict
 from shardwise.plan.cost.constants import classes_of, interval, known_chip
-from shardwise.plan.cost.flops import CONVENTION, parameters, training_flops
+from shardwise.plan.cost.flops import CONVENTION, training_flops
 from shardwise.plan.cost.host import host_bytes, link_of
 from shardwise.plan.cost.job import GIB, Job, job_of
 from shardwise.plan.cost.operations import embedding, head, layer
+from shardwise.plan.cost.parameters import checkpoint_bytes
 from shardwise.plan.time.goodput import JobCost, data_stall, job_cost
 from shardwise.plan.time.step import Step, prepare, step_time
 from shardwise.plan.trainer.memory import memory_of
@@ -110,7 +111,7 @@ def plan_job(run: Run, job: Job, step: Step | None = None, memory: Memory | None
     account = Account("plan", step.seconds, step_tokens(run), step.breakdown, done, memory, traffic(run))
     devices = run.layout.world
     mfu = job.tokens * training_flops(job.model, job.seq_len, job.adapter) / (step.seconds * devices * mfu_peak(job)[1])
-    cost = job_cost(run, job.cluster, step.seconds, devices, parameters(job.model).total * 12.0)
+    cost = job_cost(run, job.cluster, step.seconds, devices, checkpoint_bytes(job))
     width = interval(classes_of(job))
     low, high = step.seconds * math.exp(-width), step.seconds * math.exp(width)
     notes = *notes_of(job), *swap_notes(run, job), *assumed(run)

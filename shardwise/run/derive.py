@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from shardwise.run.axes import SPLIT_BACKWARD
 from shardwise.run.config import ModelConfig, Run
 from shardwise.run.sections.layout import LayoutConfig
 from shardwise.run.sections.objective import facts_of
@@ -80,24 +79,18 @@ def chunks_loss(run: Run, *, gpu: bool) -> bool:
     return gpu and low and run.layout.tensor == 1
 
 
-def splits_backward(run: Run) -> bool:
-    """Whether weight gradients are deferred to their own actions, which a compiled layer can't do. The size of the pipeline may
-    be an array, one entry per layout."""
-    return (run.layout.pipeline > 1) & (run.layout.schedule in SPLIT_BACKWARD)
-
-
 def compiles(run: Run, *, gpu: bool) -> bool:
     """Whether layers are compiled."""
     if run.train.invariant:  # a compiler may change the order of sums
         return False
     if run.train.compile != "auto":
         return run.train.compile
-    if run.memory.activation_bits or run.memory.swaps:  # the compiler decides what a compiled layer saves
+    if run.memory.replaces_saved:  # the compiler decides what a compiled layer saves
         return False
     if run.adapter.kind == "qlora":  # its matrices are dequantized for each GEMM, which leaves little to fuse
         return False
     low = run.train.dtype in ("bfloat16", "float16")
-    return gpu and low and run.layout.recompute not in REPEATS_PARTS and not splits_backward(run)
+    return gpu and low and run.layout.recompute not in REPEATS_PARTS and not run.layout.splits_backward
 
 
 def uses_varlen_attention(run: Run, *, gpu: bool) -> bool:

@@ -24,6 +24,8 @@ class _Family(NamedTuple):
     any_chunks: bool = False
     even: bool = False
     """Whether the number of ranks must be even."""
+    splits: bool = False
+    """Whether backward passes are split."""
 
 
 _FAMILIES: dict[str, _Family] = {
@@ -32,11 +34,11 @@ _FAMILIES: dict[str, _Family] = {
     "bpipe": _Family(lambda ranks, microbatches, _: bpipe(ranks, microbatches), 1),
     "interleaved": _Family(interleaved, 2, any_chunks=True),
     "breadth-first": _Family(breadth_first, 2, any_chunks=True),
-    "zb-h1": _Family(lambda ranks, microbatches, _: zb_h1(ranks, microbatches), 1),
-    "zb-2p": _Family(lambda ranks, microbatches, _: zb_2p(ranks, microbatches), 1),
-    "zb-v": _Family(lambda ranks, microbatches, _: zb_v(ranks, microbatches), 2),
-    "dualpipe-v": _Family(lambda ranks, microbatches, _: dualpipe_v(ranks, microbatches), 2),
-    "dualpipe": _Family(lambda ranks, microbatches, _: dualpipe(ranks, microbatches), 2, even=True),
+    "zb-h1": _Family(lambda ranks, microbatches, _: zb_h1(ranks, microbatches), 1, splits=True),
+    "zb-2p": _Family(lambda ranks, microbatches, _: zb_2p(ranks, microbatches), 1, splits=True),
+    "zb-v": _Family(lambda ranks, microbatches, _: zb_v(ranks, microbatches), 2, splits=True),
+    "dualpipe-v": _Family(lambda ranks, microbatches, _: dualpipe_v(ranks, microbatches), 2, splits=True),
+    "dualpipe": _Family(lambda ranks, microbatches, _: dualpipe(ranks, microbatches), 2, even=True, splits=True),
     "pipedream": _Family(lambda ranks, microbatches, _: asynchronous("pipedream", ranks, microbatches), 1),
     "pipedream-2bw": _Family(lambda ranks, microbatches, _: asynchronous("pipedream-2bw", ranks, microbatches), 1),
 }
@@ -76,9 +78,9 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
     reasons = legal(name, ranks, microbatches, chunks)
     if reasons:
         raise ValueError("; ".join(reasons))
-    if ranks == chunks == 1 and _FAMILIES[name].chunks > 1 and not _FAMILIES[name].any_chunks:
-        return zb_h1(ranks, microbatches)  # a V of one rank and one stage has no second leg
     family = _FAMILIES[name]
+    if ranks == chunks == 1 and family.splits:
+        return one_forward_one_backward(ranks, microbatches)  # there is no bubble to fill, and a V has no second leg
     return family.build(ranks, microbatches, family.chunks if chunks is None else chunks)
 
 

@@ -57,10 +57,9 @@ def test_flops_of_this_trainer_are_those_its_own_account_counts(
     model: dict[str, Any], tensor: int, context: int, pipeline: int, expert: int, expert_tensor: bool, window: int,
     recompute: str, adapter: dict[str, Any],
 ) -> None:  # fmt: skip
-    """By design the two differ in four things. An op is the mean over the context ranks, which under a window do not have the same
-    work. Fused attention's backward pass computes the scores again, which takes 2.5 forward passes; the account counts 2. With
-    `expert_tensor` the ops route the whole sequence on every tensor rank; this trainer routes the rank's slice. Recomputing a MoE
-    layer stops early in this trainer, before the last GEMM of the shared experts; the ops repeat all of it."""
+    """By design the two differ in three things. An op is the mean over the context ranks, which under a window do not have the same
+    work. Fused attention's backward pass computes the scores again, which takes 2.5 forward passes; the account counts 2.
+    Recomputing a MoE layer stops early in this trainer, before the last GEMM of the shared experts; the ops repeat all of it."""
     layout = dict(
         tensor=tensor, context=context, pipeline=pipeline, shard=2, expert=expert if "experts" in model else 1
     )
@@ -70,8 +69,6 @@ def test_flops_of_this_trainer_are_those_its_own_account_counts(
     job = replace(job_of(run), imbalance=1.0)
 
     def factor(op: Op, n: int) -> float:
-        if op.part == "router" and run.layout.expert_tensor:
-            return 1.0 / tensor
         return 0.8 if op.core and n else 1.0
 
     done, recomputed = np.zeros(3), 0.0

@@ -239,6 +239,8 @@ H200 = ("cluster.chip=h200", "train.dtype=bfloat16")
         (["cluster.chip=h200", "train.dtype=float16"], True, False),
         ([*H200, "layout.recompute=attention"], False, True),
         ([*H200, "layout.recompute=full"], True, True),
+        ([*H200, *LOSSLESS], False, True),
+        ([*H200, "memory.activation_bits=4"], False, True),
         ([*H200, *MIXTURE], True, True),
         ([*H200, *MIXTURE, "model.expert_capacity=1.5"], True, False),
     ],

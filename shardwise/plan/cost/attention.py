@@ -85,6 +85,9 @@ def context_traffic(ops: OpList, heads: Number, kv_heads: Number, head_dim: int,
     keys = job.rows * kv_heads * (head_dim + v_dim) * job.width
     if method == "ulysses":
         queries = job.rows * heads * (head_dim + v_dim) * job.width
+        keys = keys * np.where(
+            kv_heads % c == 0, 1.0, heads / kv_heads
+        )  # they are repeated where they cannot be dealt out
         ops.collective("attention", "context", "all_to_all", queries + keys, (1.0, 1.0, 0.0))
     elif method == "gather":
         ops.collective("attention", "context", "all_gather", keys * c, (1.0, 0.0, 0.0))

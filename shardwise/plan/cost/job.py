@@ -123,10 +123,16 @@ class Job:
         return max(1, self.microbatches // self.layout.directions)
 
     @property
+    def reduces_each_microbatch(self) -> bool:
+        """Whether shards are reduced after every microbatch. This trainer's split backward passes leave that to a step's end."""
+        often = self.framework.reduce_every_microbatch and self.layout.zero >= 2
+        return often and not (self.framework.family == "shardwise" and self.layout.splits_backward)
+
+    @property
     def exchanges_gradients(self) -> Number:
         """1 where shards send each other gradients of 16 bits and add them up, 0 where they reduce-scatter them."""
-        near = fresh_and_near(self.layout, self.cluster.per_node)
-        return 1.0 * (self.framework.exchanges_gradients & np.asarray(near))
+        near = self.reduces_each_microbatch & np.asarray(fresh_and_near(self.layout, self.cluster.per_node))
+        return 1.0 * (self.framework.exchanges_gradients & near)
 
     @property
     def rank_layers(self) -> Number:
@@ -204,6 +210,7 @@ def job_of(run: Run) -> Job:
     waits = train.dtype == "float16" or train.guard == "skip"  # each step for the result of the previous one
     facts: dict[str, Any] = dict(
         chunked_loss=chunks_loss(run, gpu=gpu),
+        chunks_cut_logits=train.loss == "chunked",
         replays=replays(run, gpu=gpu),
         gathers_in_place=gathers_in_place(run, gpu=gpu),
         exchanges_gradients=may_exchange(run, gpu=gpu),

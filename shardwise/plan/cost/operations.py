@@ -18,7 +18,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardwise.hardware import Collective
 from shardwise.plan.cost.attention import attention_core, context_traffic
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import ByPass, Op, OpList, regroups_tensor, span
@@ -39,21 +38,24 @@ CHUNKED_BYTES = 6.0
 """Bytes moved for each 16-bit logit of a chunked loss besides its GEMMs: read for the sum, read and written as a gradient."""
 
 
-def _gather_sequence(ops: OpList, part: str) -> None:
-    """All-gathers the sequence before matrices cut by columns; backward, sums the gradients of their common input."""
+def _gather_sequence(ops: OpList, part: str, *, again: Number = 1.0, gathered: bool = False) -> None:
+    """All-gathers the sequence before matrices cut by columns; backward, sums the gradients of their common input. `again`: 1 where
+    the backward pass needs the sequence; `gathered`: whether it was gathered for others, with whose gradients these are summed."""
     job = ops.job
     size = job.rows * job.model.hidden * job.width
     if job.framework.sequence_parallel:
-        ops.collective(part, "tensor", "all_gather", size, (1.0, float(job.framework.waits_to_regather), 0.0))
-        ops.collective(part, "tensor", "reduce_scatter", size, (0.0, 1.0, 0.0))
+        regathers = again * job.framework.waits_to_regather
+        ops.collective(part, "tensor", "all_gather", size, (1.0 - gathered, regathers, 0.0))
+        ops.collective(part, "tensor", "reduce_scatter", size, (0.0, 1.0 - gathered, 0.0))
     else:
         ops.collective(part, "tensor", "all_reduce", size, (0.0, 1.0, 0.0))
 
 
-def _scatter_sequence(ops: OpList, part: str, *, early_stop: bool = False) -> None:
-    """Sums the partial outputs of matrices cut by rows, and leaves each rank its slice of the sequence."""
+def _scatter_sequence(ops: OpList, part: str, *, width: Number = None, early_stop: bool = False) -> None:
+    """Sums the partial outputs of matrices cut by rows, and leaves each rank its slice of the sequence; `width`: bytes of an element,
+    if not those of an activation."""
     job = ops.job
-    size = job.rows * job.model.hidden * job.width
+    size = job.rows * job.model.hidden * (job.width if width is None else width)
     if job.framework.sequence_parallel:
         ops.collective(part, "tensor", "reduce_scatter", size, (1.0, 0.0, 0.0), early_stop=early_stop)
         ops.collective(part, "tensor", "all_gather", size, (0.0, 1.0, 0.0))
@@ -144,11 +146,12 @@ def _activation(ops: OpList, part: str, numel: Number) -> None:
         ops.elementwise("activation", part, 2 * size, (5 if remade else 3) * size, saved=0.0 if remade else size)
 
 
-def _feed_forward(ops: OpList, width: int, *, early_stop: bool = False) -> None:
-    """A dense feed-forward layer: the matrices, and the collectives around them."""
+def _feed_forward(ops: OpList, width: int, *, early_stop: bool = False, gathered: bool = False) -> None:
+    """A dense feed-forward layer: the matrices, and the collectives around them; `gathered`: the sequence was gathered for others,
+    and is gathered here for the backward pass alone."""
     job, part = ops.job, "ffn"
     own = width / job.layout.tensor
-    _gather_sequence(ops, part)
+    _gather_sequence(ops, part, gathered=gathered)
     saved = residual_bytes(job) * job.model.has_ffn_norm  # without a norm of its own, the input is attention's
     ops.gemm("up", part, job.rows, own * (2 if job.model.gated else 1), job.model.hidden, saved=saved)
     _activation(ops, part, job.rows * own)
@@ -200,11 +203,15 @@ def _moe(ops: OpList) -> None:
     """Router, routed experts and shared experts."""
     job = ops.job
     m, lay = job.model, job.layout
-    whole = lay.expert_tensor and job.framework.sequence_parallel
+    whole, own = lay.expert_tensor and job.framework.sequence_parallel, job.framework.family == "shardwise"
     tokens = job.rows if whole else job.rows / lay.tensor
-    ops.gemm("router", "router", tokens, m.experts, m.hidden, high_precision=True, saved=0.0)
+    routed = job.rows / lay.tensor if own else tokens  # this trainer gathers the sequence behind the router
+    ops.gemm("router", "router", routed, m.experts, m.hidden, high_precision=True, saved=0.0)
     waits = 0.0 if job.framework.drops_tokens else job.framework.sync_host
-    ops.elementwise("choose", "router", tokens * m.experts * 16, tokens * m.experts * 16, launches=(6.0 + waits, 4.0))
+    ops.elementwise("choose", "router", routed * m.experts * 16, routed * m.experts * 16, launches=(6.0 + waits, 4.0))
+    gathers = whole and own
+    if gathers:
+        _gather_sequence(ops, "experts", again=0.0)
     rows, uneven = _busiest(job, tokens * m.experts_per_token)
     size = rows * m.hidden * job.width
     sorted_bytes = 2 * size * _permutations(job)
@@ -221,8 +228,10 @@ def _moe(ops: OpList) -> None:
     ops.elementwise(
         "from experts", "experts", sorted_bytes, sorted_bytes, saved=size, launches=(2.0, 2.0), early_stop=others
     )
+    if gathers:
+        _scatter_sequence(ops, "experts", early_stop=not m.shared_experts)
     if m.shared_experts:
-        _feed_forward(ops, m.expert_ffn * m.shared_experts)
+        _feed_forward(ops, m.expert_ffn * m.shared_experts, gathered=gathers)
 
 
 def quantized(m: ModelConfig, *, routed: bool) -> frozenset[str]:
@@ -266,8 +275,12 @@ def embedding(job: Job) -> OpList:
     size = residual_bytes(job)
     mask = residual_tokens(job) * job.model.hidden if job.framework.dropout else 0.0
     ops.elementwise("embedding", "embedding", 2 * size + 3 * mask, 4 * size + 3 * mask, saved=mask)
-    kind: Collective = "reduce_scatter" if job.framework.sequence_parallel else "all_reduce"
-    ops.collective("embedding", "tensor", kind, job.rows * job.model.hidden * job.width, (1.0, 0.0, 0.0))
+    looked_up = job.width
+    if (
+        job.framework.family == "shardwise" and not job.adapter.used
+    ):  # in the dtype it is held in, if nothing gathers it
+        looked_up = job.width + (max(4.0, job.width) - job.width) * (1.0 - job.fully_sharded[0])
+    _scatter_sequence(ops, "embedding", width=looked_up)
     if job.model.embedding_norm:
         _norm(ops, residual_tokens(job))
     return ops
@@ -277,8 +290,9 @@ def head(job: Job) -> OpList:
     """Final norm, logits and loss."""
     ops, columns = OpList(job), job.model.head_rows / job.layout.tensor
     _norm(ops, residual_tokens(job))
-    _gather_sequence(ops, "head")
-    chunked, start = chunked_loss(job), len(ops)
+    chunked = chunked_loss(job)
+    _gather_sequence(ops, "head", again=1.0 - chunked)
+    start = len(ops)
     ops.gemm("head", "head", job.rows, columns, job.model.hidden, high_precision=True, saved=residual_bytes(job))
     moved = job.rows * columns * (chunked * CHUNKED_BYTES + (1.0 - chunked) * job.framework.loss_bytes)
     ops.elementwise("loss", "loss", 0.45 * moved, 0.55 * moved, launches=(6.0, 4.0))
@@ -298,8 +312,9 @@ def _once_more(passes: ByPass) -> ByPass:
 
 
 def chunked_loss(job: Job) -> Number:
-    """1 where the loss runs over chunks of tokens, 0 where it does not; with tensor parallelism it never does."""
-    return job.framework.chunked_loss * (np.asarray(job.layout.tensor) == 1)
+    """1 where the loss runs over chunks of tokens, 0 where it does not."""
+    alone = np.asarray(job.layout.tensor) == 1
+    return job.framework.chunked_loss * (alone | job.framework.chunks_cut_logits)
 
 
 def _all_in_forward(op: Op, where: Number) -> Op:

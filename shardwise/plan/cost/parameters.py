@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+from shardwise.plan.cost.flops import counted_parameters
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import regroups_tensor
 from shardwise.run import ModelConfig
@@ -68,6 +69,23 @@ def ends_parameters(job: Job) -> tuple[Number, Number]:
     return first.cut / job.layout.tensor + first.whole, head / job.layout.tensor + last.whole
 
 
+def uncut_parameters(job: Job, layers: tuple[Number, Number], ends: tuple[Number, Number]) -> LocalNumel:
+    """Of a stage's parameters those that every tensor rank of this trainer holds whole, with the gradient of some tokens or heads:
+    norms, routers, key and value heads where these are fewer than ranks, experts without expert tensor parallelism."""
+    m, lay = job.model, job.layout
+    dense, experts = 0.0, 0.0
+    for routed, count in enumerate(layers):
+        if routed and not m.experts:
+            continue
+        sums = _layer_sums(m, bool(routed))
+        dense = dense + count * (sums.whole + sums.kv * (lay.tensor > m.kv_heads))
+        experts = experts + count * sums.experts / lay.expert * (not lay.expert_tensor)
+    tables = first_parameters(m), last_parameters(m)
+    return LocalNumel(
+        dense + sum(there * _sums(table).whole for there, table in zip(ends, tables, strict=True)), experts
+    )
+
+
 def stage_parameters(job: Job, stages: list[tuple[float, float]]) -> list[LocalNumel]:
     """The parameters of each stage, given its dense and MoE layers. A tied head on another stage is a second copy."""
     dense, moe = layer_parameters(job, routed=False), layer_parameters(job, routed=bool(job.model.experts))
@@ -95,8 +113,18 @@ def zero_groups(job: Job) -> tuple[Number, Number]:
 def cast_copies(job: Job, held: LocalNumel) -> Number:
     """Bytes of the copies of all parameters that were cast for the GEMMs, where nothing is sharded."""
     framework = job.framework
-    alone = (job.zero_ranks == 1) * framework.casts_weights * (framework.parameter_bytes > framework.gather_bytes)
-    return held.total * framework.gather_bytes * alone * job.learned
+    dense, experts = ((job.zero_ranks == 1) * 1.0,) * 2
+    if framework.fully_shard:
+        dense, experts = (1.0 - sharded for sharded in job.fully_sharded)
+    casts = framework.casts_weights * (framework.parameter_bytes > framework.gather_bytes)
+    return (held.dense * dense + held.experts * experts) * framework.gather_bytes * casts * job.learned
+
+
+def checkpoint_bytes(job: Job) -> float:
+    """Bytes of a checkpoint: everything trained and its moments, of which Muon has one for a matrix of a layer."""
+    table = counted_parameters(job.model, job.adapter)
+    kept = sum(n * p.numel * (3 - (job.muon and p.is_layer_matrix)) for n, p in table if not p.frozen)
+    return kept * max(4.0, job.width)
 
 
 def at_least_one(x: Number) -> Number:

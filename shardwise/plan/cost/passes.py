@@ -17,7 +17,7 @@ from shardwise.plan.cost.job import GIB, Job, Number
 from shardwise.plan.cost.operations import embedding, head, layer, residual_bytes
 from shardwise.plan.cost.ops import FORWARD, INPUT, WEIGHT, Op, OpList
 from shardwise.plan.cost.parameters import cast_copies, layer_parameters
-from shardwise.plan.cost.rematerialization import exposed_swap, shares
+from shardwise.plan.cost.rematerialization import exposed_swap, is_routed, shares
 
 CATEGORIES = ("matmul", "attention", "memory", "tensor", "context", "expert", "offload")
 FORWARDS, RECOMPUTE, INPUTS, WEIGHTS = range(4)
@@ -48,7 +48,7 @@ def recomputed_shares(job: Job, ops: OpList) -> list[float]:
 
 def _saved(job: Job, ops: OpList) -> Number:
     """Bytes that a layer saves where nothing is recomputed, including the cast copies of its weights."""
-    cast = cast_copies(job, layer_parameters(job, routed=bool(job.model.experts)))
+    cast = cast_copies(job, layer_parameters(job, routed=is_routed(ops)))
     return sum(op.saved for op in ops) + cast
 
 

@@ -259,30 +259,31 @@ def within_budget(job: Job, ops: OpList, saved: float) -> list[Choice]:
     """The choices for a rank's layers, as if all were like this one, which saves `saved` bytes where all is kept."""
     count = max(1, round(job.rank_layers))
     if job.layout.recompute != "optimal":  # everything that may is offloaded
-        away = leaving(job, routed=_is_routed(ops))
+        away = leaving(job, routed=is_routed(ops))
         size = sum(away.values())
         return [Choice(size, sum(window(job, ops).exposed(size)), frozenset(f"{ELSEWHERE}{word}" for word in away))]
-    tensors = graph(job, routed=_is_routed(ops))
+    tensors = graph(job, routed=is_routed(ops))
     each = layer_choices(job, tensors, ops)
     return fewest_seconds((each,) * count, count * saved - job.layout.recompute_budget * GIB)
 
 
 def exposed_swap(job: Job, ops: OpList, saved: float) -> tuple[float, float]:
     """Mean seconds that a layer waits for its tensors to leave the device, and to come back."""
-    away, hidden, taken = leaving(job, routed=_is_routed(ops)), window(job, ops), within_budget(job, ops, saved)
+    away, hidden, taken = leaving(job, routed=is_routed(ops)), window(job, ops), within_budget(job, ops, saved)
     sizes = (sum(size for word, size in away.items() if f"{ELSEWHERE}{word}" in c.dropped) for c in taken)
     there, back = zip(*map(hidden.exposed, sizes), strict=True)
     return float(np.mean(there)), float(np.mean(back))
 
 
-def _is_routed(ops: OpList) -> bool:
+def is_routed(ops: OpList) -> bool:
+    """Whether these are the ops of an MoE layer."""
     return any(op.part == "experts" for op in ops)
 
 
 def shares(job: Job, ops: OpList, saved: float) -> list[float]:
     """The mean share of each operation of such a layer that is recomputed."""
     found, taken = [0.0] * len(ops), within_budget(job, ops, saved)
-    tensors = graph(job, routed=_is_routed(ops))
+    tensors = graph(job, routed=is_routed(ops))
     for choice in taken:
         for word in choice.dropped & set(tensors):
             for place, share in tensors[word].made_by:

@@ -124,7 +124,7 @@ def _costed(
         every = passes(here, network.stage(dense, moe, first=first, last=last), constants)
         forward[alike], inputs[alike], weights[alike] = every.forward, every.backward_input, every.backward_weight
     own = Passes(forward, inputs, weights, {})
-    data = group.parameters.traffic(split, at.parameters)
+    data = group.parameters.traffic(split, schedule, at.parameters)
     zero = with_zero(own, data, constants)
     hop = constants["pipeline"] * group.of_size.hop[at.column]
     blocks = hop if job.framework.pipeline_blocks else 0.0 * hop

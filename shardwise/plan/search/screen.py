@@ -246,7 +246,7 @@ class Group:
             for few in np.array_split(fits, -(-len(fits) * len(self.methods) // AT_ONCE) or 1):
                 if len(few):
                     part = at.some(few)
-                    pace, rest = self._pace(split, part)
+                    pace, rest = self._pace(split, names[0][0], part)
                     for (schedule, chunks), need in zip(names, memory, strict=True):
                         seconds: Array = (makespan(schedule, pace, part.microbatches) + rest) * self.space.slower
                         seconds[~self.legal[:, part.column]] = np.inf
@@ -286,14 +286,14 @@ class Group:
                 best = float(memory[row]), LayoutIndex(schedule, chunks, method, row)
         return best
 
-    def _key(self, schedule: tuple[str, int]) -> tuple[int, int, bool, bool]:
-        return split_key(self.pipeline, *schedule)
+    def _key(self, schedule: tuple[str, int]) -> tuple[int, int, bool, bool, bool]:
+        return *split_key(self.pipeline, *schedule), schedule[0] in SPLIT_BACKWARD
 
-    def _pace(self, split: StageSplit, at: TableRows) -> tuple[Pace, Array]:
+    def _pace(self, split: StageSplit, schedule: str, at: TableRows) -> tuple[Pace, Array]:
         """The inputs of the schedule's closed form, and the seconds of a step outside the schedule."""
         constants, ranks, job = self.space.constants, split.ranks, self.space.job
         own = added_passes(split.parts, *np.take(self.seconds, at.layer, axis=-1))
-        data = self.parameters.traffic(split, at.parameters)
+        data = self.parameters.traffic(split, schedule, at.parameters)
         zero = with_zero(own, DataSeconds(*(x[:, None] for x in data)), constants)
         hop = constants["pipeline"] * self.of_size.hop[at.column]
         blocks = hop if job.framework.pipeline_blocks else 0.0
@@ -347,9 +347,7 @@ class Group:
         if schedule in ("zb-h1", "zb-2p"):  # a microbatch that waits only for its weight gradients holds a share
             whole = np.array([before_input(schedule, self.pipeline, rank, at.microbatches) for rank in ranks])
             flying = whole + DEFERRED * (flying - whole)
-        deferred = (schedule in SPLIT_BACKWARD) & (
-            (self.pipeline > 1) | (schedule != "dualpipe-v") | (at.microbatches > 1)
-        )
+        deferred = (schedule in SPLIT_BACKWARD) & (self.pipeline > 1)
         whole = held.once
         if schedule in LOOPED:  # a rank finishes its stages in turn, unless rounds of microbatches interleave them
             in_turn = (at.microbatches < 2 * self.pipeline) | (schedule == "breadth-first")

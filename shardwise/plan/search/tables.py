@@ -25,7 +25,7 @@ from shardwise.plan.cost.passes import ModuleCost, NetworkCost, passes
 from shardwise.plan.search.space import Choices, Sizes, distinct
 from shardwise.plan.time.data import DataSeconds, data_seconds
 from shardwise.plan.time.step import hop_seconds
-from shardwise.run.axes import BIDIRECTIONAL, LOOPED, V_SHAPED
+from shardwise.run.axes import BIDIRECTIONAL, LOOPED, SPLIT_BACKWARD, V_SHAPED
 
 Array = Any
 
@@ -231,26 +231,34 @@ class ParameterTable:
         keys, self.row = distinct(sizes.tensor, sizes.replicate, sizes.expert, sizes.shard * sizes.context)
         t, r, e, z = keys
         layout = replace(job.layout, tensor=t, replicate=r, expert=e, shard=z, context=1, expert_tensor=expert_tensor)
+        layout = replace(layout, pipeline=int(sizes.pipeline[0]))
         self.zero, self.devices = choices.zero, job.layout.replicate
         self.job = replace(job, layout=layout, sharded=handled(layout, self.devices))
         self.kinds = {kind: n for n, kind in enumerate({k: None for one in splits for k in one.kinds})}
         self.held = self._held(list(self.kinds))
         self.size = len(t)
         self._states: dict[int, StateBytes] = {}
+        self._seconds: dict[str, tuple[Array, list[bool]]] = {}
 
-    @cached_property
-    def data(self) -> Array:
-        """Traffic and optimizer seconds of each kind of stage: [field of DataSeconds, kind, ZeRO stage and row]."""
-        dense, routed = (np.array([[float(kind[n])] for kind in self.kinds]) for n in range(2))
-        every = [data_seconds(self.under(zero), self.held, (dense, routed)) for zero in self.zero]
-        by_field = np.array(
-            [[np.broadcast_to(x, self.held.dense.shape) for x in field] for field in zip(*every, strict=True)]
-        )
-        return np.moveaxis(by_field, 1, 2).reshape(len(by_field), len(self.kinds), -1)
+    def _data(self, schedule: str) -> tuple[Array, list[bool]]:
+        """Traffic and optimizer seconds of each kind of stage: [field of DataSeconds, kind, ZeRO stage and row]; and which fields
+        are not all zero: most belong to Muon, compressed gradients or bidirectional pipelines."""
+        if schedule not in self._seconds:
+            dense, routed, *ends = (np.array([[float(kind[n])] for kind in self.kinds]) for n in range(4))
+            every = [
+                data_seconds(self.under(zero, schedule), self.held, (dense, routed), (ends[0], ends[1]))
+                for zero in self.zero
+            ]
+            by_field = np.array(
+                [[np.broadcast_to(x, self.held.dense.shape) for x in field] for field in zip(*every, strict=True)]
+            )
+            data = np.moveaxis(by_field, 1, 2).reshape(len(by_field), len(self.kinds), -1)
+            self._seconds[schedule] = data, [bool(field.any()) for field in data]
+        return self._seconds[schedule]
 
-    def under(self, zero: int) -> Job:
-        """The job of all rows with this ZeRO stage."""
-        return replace(self.job, layout=replace(self.job.layout, zero=zero))  # type: ignore[arg-type]
+    def under(self, zero: int, schedule: str = "1f1b") -> Job:
+        """The job of all rows with this ZeRO stage and schedule."""
+        return replace(self.job, layout=replace(self.job.layout, zero=zero, schedule=schedule))  # type: ignore[arg-type]
 
     def _held(self, kinds: list[Kind]) -> LocalNumel:
         """Parameters of each kind of stage before ZeRO shards them: [kind, row]."""
@@ -268,21 +276,18 @@ class ParameterTable:
         """The table indices of the kinds of a split."""
         return [self.kinds[kind] for kind in split.kinds]
 
-    def traffic(self, split: StageSplit, rows: Array) -> DataSeconds:
-        """Traffic of the stages of a split: [kind, row], or one column of zeros for a field that is always zero."""
-        index = self.index(split)
+    def traffic(self, split: StageSplit, schedule: str, rows: Array) -> DataSeconds:
+        """Traffic of the stages of a split: [kind, row], or one column of zeros for a field that is always zero. One schedule
+        stands for all that defer weight gradients, and one for all that do not."""
+        alike = schedule if schedule in BIDIRECTIONAL else "zb-h1" if schedule in SPLIT_BACKWARD else "1f1b"
+        index, (data, there) = self.index(split), self._data(alike)
         nothing = np.zeros((len(index), 1))
         return DataSeconds(
             *(
-                np.take(field[index], rows, axis=-1) if there else nothing
-                for field, there in zip(self.data, self._there, strict=True)
+                np.take(field[index], rows, axis=-1) if some else nothing
+                for field, some in zip(data, there, strict=True)
             )
         )
-
-    @cached_property
-    def _there(self) -> list[bool]:
-        """Which fields of `data` are not all zero: most belong to Muon, compressed gradients or bidirectional pipelines."""
-        return self.data.any(axis=(1, 2)).tolist()
 
     def memory(self, split: StageSplit, rows: Array) -> StateBytes:
         """Bytes of a rank's parameters and of the tensors made from them: [kind of rank, row]."""
@@ -314,7 +319,7 @@ class ParameterTable:
         else:
             whole_gradients, cast = (
                 whole * framework.reduce_bytes * job.learned * sharded,
-                cast_copies(job, held) * ~sharded,
+                cast_copies(job, held),
             )
         if zero < 3:
             gathered = whole * framework.gather_bytes * (sharded | lay.offload)

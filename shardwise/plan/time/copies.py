@@ -7,8 +7,8 @@ rank holds a z-th of each (PyTorch's `_fsdp_collectives.py` and `_fsdp_param.py`
   ZeRO-1 and 2 once a step, with ZeRO-3 for every microbatch's forward and again for its backward pass.
 - its gradient, where it is reduced at once (ZeRO-2 and 3): w + r into the buffer, or w + r / z to add up what the ranks of a
   machine sent each other (`parallel/in_place.py`); and 3p / z to add the shard to that of earlier microbatches.
-- its gradient, where it is reduced at the end of a step (ZeRO-1): the first microbatch's is cast, w + r; each further one is added,
-  w + 2r; the sum is copied into the buffer, 2r. A step of one microbatch is as under ZeRO-2.
+- its gradient, where it is reduced at the end of a step (ZeRO-1, split backward passes): the first microbatch's is cast, w + r;
+  each further one is added, w + 2r; the sum is copied into the buffer, 2r. Of one microbatch as under ZeRO-2, if passes are not split.
 - a shard that was reduced in another dtype than parameters are held in is cast: (r + p) / z.
 `tests/measure/test_copies.py` counts these bytes in the trainer.
 """
@@ -64,13 +64,17 @@ def copied_bytes(job: Job, ranks: Number, in_rows: Number = 1.0) -> CopySeconds:
     gather = cast / ranks + (2.0 * moved + 2.0 * moved / ranks) * (1.0 - in_place)
     exchanged = job.exchanges_gradients * in_rows
     back, several = (reduced + held) * (reduced != held) / ranks, 0.0
-    if job.layout.zero >= 2 and framework.reduce_every_microbatch:
+    if job.reduces_each_microbatch:
         added = 3.0 * held / ranks
         sent = gathered + reduced * (1.0 - exchanged + exchanged / ranks)
         each, first = sent + back + added, -added
     else:
         each, first = gathered + 2.0 * reduced, back - reduced
         several = 2.0 * reduced * (gathered != reduced)
+        if (
+            framework.family == "shardwise" and job.layout.splits_backward
+        ):  # gradients are deferred, even of one microbatch
+            first, several = first + several, 0.0
     each, first, several = each * learned, first * learned, several * learned
     if job.layout.gathers_each_pass:
         return CopySeconds(gather, gather + each, first, several)

@@ -56,7 +56,7 @@ def prepare(job: Job) -> Prepared:
         if key not in seen:
             seen[key] = len(stages)
             stages.append(networks[shared[n]].stage(dense, moe, first=float(first), last=float(last)))
-            data.append(data_seconds(job, held[n], (dense, moe)))
+            data.append(data_seconds(job, held[n], (dense, moe), (float(first), float(last))))
         kinds.append(seen[key])
     return Prepared(job, kinds, stages, data, float(hop_seconds(job)))
 
@@ -129,9 +129,9 @@ def tail_seconds(job: Job, own: Passes, data: DataSeconds, constants: Constants)
     hidden = hidden_seconds(job, own.forward + own.backward_input + own.backward_weight)
     once = once + np.maximum(constants["data"] * data.apart - hidden, 0.0)
     once = once + agreement_seconds(job)
-    once = once + constants["pipeline"] * data.mirrored
+    once = once + constants["pipeline"] * (data.mirrored + np.abs(data.tied))
     # Muon's matrices are all-gathered one by one, and the step waits for each.
-    return once + gather + constants["data"] * data.muon_shards + constants["tensor"] * data.muon_parts
+    return once + gather + constants["data"] * data.muon_shards + constants["tensor"] * (data.muon_parts + data.uncut)
 
 
 def copied_once(data: DataSeconds, microbatches: Number, constants: Constants) -> Number:
@@ -306,8 +306,8 @@ def _combined(one: _Costed, makespan: float) -> Step:
         forward, inputs = sum(p.forward for p in ours), sum(p.backward_input for p in ours)
         work = Passes(forward, inputs, sum(p.backward_weight for p in ours), {})
         tails.append(float(tail_seconds(job, work, data, constants)))
-        parts.append(constants["tensor"] * float(data.muon_parts))
-        mirrors.append(constants["pipeline"] * float(data.mirrored))
+        parts.append(constants["tensor"] * float(data.muon_parts + data.uncut))
+        mirrors.append(constants["pipeline"] * float(data.mirrored + np.abs(data.tied)))
         aparts.append(tails[-1] - float(tail_seconds(job, work, data._replace(apart=0.0), constants)))
         updates.append(float(update_seconds(job, data, constants)))
         copies.append(float(copied_once(data, microbatches, constants)))

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.plan.trainer.budgeted import recomputed
 from shardwise.run import Run
-from shardwise.run.axes import SPLIT_BACKWARD, V_SHAPED
+from shardwise.run.axes import V_SHAPED
 from shardwise.run.coordinates import RankCoordinates
 from shardwise.run.derive import (
     chunks_loss,
@@ -249,9 +249,7 @@ class PlannedRank:
     def splits_backward(self) -> bool:
         """Whether the schedule computes input gradients and weight gradients in separate actions."""
         lay = self.run.layout
-        nothing_deferred = (("dualpipe-v", 1, 1), ("dualpipe", 2, 2))
-        size = lay.schedule, lay.pipeline, self.run.accumulation
-        return lay.schedule in SPLIT_BACKWARD and size not in nothing_deferred
+        return lay.splits_backward and (lay.schedule, lay.pipeline, self.run.accumulation) != ("dualpipe", 2, 2)
 
     @property
     def schedule(self) -> Schedule:

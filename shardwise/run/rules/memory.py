@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.run.config import Run
-from shardwise.run.derive import REPEATS_PARTS, splits_backward
+from shardwise.run.derive import REPEATS_PARTS
 from shardwise.run.rules.rule import Rule
 
 # fmt: off
@@ -29,7 +29,7 @@ def _bits_rules(run: Run) -> Iterator[Rule]:
         f'is for what layers save, but layout.recompute = "{run.layout.recompute}" saves little of it; use one of the two'
     ))
     yield from _saved_rules(run, where)
-    yield Rule(splits_backward(run), where, ("layout.schedule",), lambda: (
+    yield Rule(run.layout.splits_backward, where, ("layout.schedule",), lambda: (
         f"does not go with {run.layout.schedule}, which would keep the unpacked tensors for its deferred weight gradients"
     ))
 
@@ -46,7 +46,7 @@ def _swap_rules(run: Run) -> Iterator[Rule]:
     yield Rule(run.memory.activation_bits > 0, where, ("memory.activation_bits",),
                lambda: "does not go with memory.activation_bits; use one of the two")
     yield from _saved_rules(run, where)
-    yield Rule(splits_backward(run), where, ("layout.schedule",), lambda: (
+    yield Rule(run.layout.splits_backward, where, ("layout.schedule",), lambda: (
         f"does not go with {run.layout.schedule}, which would keep the tensors on the device for its deferred weight gradients"
     ))
 
@@ -63,7 +63,7 @@ def _lossless_rules(run: Run) -> Iterator[Rule]:
     yield Rule(run.memory.swaps or run.memory.activation_bits > 0, where, ("memory.activations", "memory.activation_bits"),
                lambda: "does not go with memory.activations and memory.activation_bits; use one of them")
     yield from _saved_rules(run, where)
-    yield Rule(splits_backward(run) or run.layout.schedule == "bpipe", where, ("layout.schedule",), lambda: (
+    yield Rule(run.layout.splits_backward or run.layout.schedule == "bpipe", where, ("layout.schedule",), lambda: (
         f"computes the square again for the backward pass, and {run.layout.schedule} would keep it longer; use 1f1b"
     ))
 
@@ -109,7 +109,7 @@ def _optimal_rules(run: Run) -> Iterator[Rule]:
     yield Rule(run.adapter.used, "adapter.kind", chosen, lambda: (
         'adapters do not go with layout.recompute = "optimal"; use "budget"'
     ))
-    yield Rule(splits_backward(run), "layout.schedule", chosen, lambda: (
+    yield Rule(run.layout.splits_backward, "layout.schedule", chosen, lambda: (
         f'{run.layout.schedule} keeps inputs for its deferred weight gradients, which layout.recompute = "optimal" would drop; use '
         '"budget"'
     ))
@@ -130,7 +130,7 @@ def recompute_rules(run: Run) -> Iterator[Rule]:
     yield Rule(run.train.compile is True and mode in REPEATS_PARTS, "train.compile", ("layout.recompute",), lambda: (
         f'compiles whole layers, but layout.recompute = "{mode}" recomputes parts of a layer; use "full" or "none"'
     ))
-    yield Rule(splits_backward(run) & (run.train.compile is True), "train.compile", ("layout.schedule",), lambda: (
+    yield Rule(run.layout.splits_backward & (run.train.compile is True), "train.compile", ("layout.schedule",), lambda: (
         f'compiles whole layers, but layout.schedule = "{lay.schedule}" defers their weight gradients; use another schedule'
     ))
     yield Rule((mode in ("budget", "optimal")) != (lay.recompute_budget > 0), "layout.recompute_budget", ("layout.recompute",),

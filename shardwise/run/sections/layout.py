@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-from shardwise.run.axes import ASYNCHRONOUS, BIDIRECTIONAL, LOOPED, RANK_AXES, V_SHAPED
+from shardwise.run.axes import ASYNCHRONOUS, BIDIRECTIONAL, LOOPED, RANK_AXES, SPLIT_BACKWARD, V_SHAPED
 from shardwise.run.sections.declare import key
 
 
@@ -167,6 +167,12 @@ class LayoutConfig:
     def directions(self) -> int:
         """From how many ends of the pipeline microbatches enter. Stages are numbered along one direction, then the other."""
         return 1 + (self.pipeline > 1) if self.schedule in BIDIRECTIONAL else 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are deferred to their own actions, which a compiled layer can't do. One rank alone has no bubble
+        to fill with them. The size of the pipeline may be an array, one entry per layout."""
+        return (self.pipeline > 1) & (self.schedule in SPLIT_BACKWARD)
 
     @property
     def distinct_stages(self) -> int:
