@@ -237,7 +237,7 @@ def verify_dry(run: Run, rank: int, say: Callable[[str], None] = lambda text: No
     plan, all are run. `say` gets progress messages."""
     if not 0 <= rank < run.layout.world:
         raise UserError(Problem(f"{rank} is not a rank of a layout of {run.layout.world}", "--rank", "command line"))
-    if run.layout.replicate == run.layout.world > 1 and not run.layout.replicas_apart:
+    if run.layout.uses_ddp:
         raise UserError(
             Problem(
                 "a dry run of replicas alone is that of one rank: DistributedDataParallel needs data; set it to 1",

@@ -33,7 +33,7 @@ from shardwise.parallel.local_parameter import LocalParameter, allocate_buffers,
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
 from shardwise.parallel.pipeline import Pipeline, Stage, split_backward
-from shardwise.parallel.shard import Sharder, sharded_modules, uses_ddp, wrap_ddp
+from shardwise.parallel.shard import Sharder, sharded_modules, wrap_ddp
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.plan.trainer.ends import handed_bytes
@@ -120,7 +120,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
         _materialize(model, run, mesh, device)
         _place_adapters(model, run, mesh)
         sharder.fp8(model)
-        replicated = uses_ddp(mesh) and not frozen
+        replicated = layout.uses_ddp and not frozen
         module: nn.Module = wrap_ddp(model, mesh, sharder.policy.reduce_dtype) if replicated else model
         compute_copy: dict[nn.Parameter, ComputeCopy] = {}
         if keeps_compute_copies(run, gpu=device.type == "cuda") and not frozen:

@@ -62,11 +62,6 @@ class Mesh:
         return self.coordinates.index(axis)
 
     @property
-    def sharding_replicas(self) -> int:
-        """Replicas over which PyTorch's wrappers sum gradients; 1 where replicas exchange gradients themselves."""
-        return 1 if self.layout.replicas_apart else self.size("replicate")
-
-    @property
     def speaking(self) -> str:
         """The group whose ranks agree on every step: all ranks, or those of one replica where replicas rarely communicate."""
         return "replica" if self.layout.sync_every > 1 else "world"
@@ -82,7 +77,7 @@ class Mesh:
 
     def sharding(self, axis: str) -> DeviceMesh:
         """The device mesh for `fully_shard`: replicate x `axis` (zero or expert_shard), or `axis` alone."""
-        return self._device_mesh(("replicate", axis) if self.sharding_replicas > 1 else (axis,))
+        return self._device_mesh(("replicate", axis) if self.layout.sharding_replicas > 1 else (axis,))
 
     def secondary(self, axis: str) -> DeviceMesh:
         """The device mesh for secondary shards of parameters sharded over an axis: secondary groups x ranks of a group."""

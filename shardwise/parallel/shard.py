@@ -65,16 +65,6 @@ from shardwise.torch_private.fully_shard import (
 )
 
 
-def uses_ddp(mesh: Mesh) -> bool:
-    """True when ranks differ only in their samples: then DistributedDataParallel is used."""
-    return mesh.sharding_replicas == mesh.layout.world > 1 and not mesh.layout.offload
-
-
-def _needed(mesh: Mesh, axis: str) -> bool:
-    several = mesh.size(axis) > 1 or mesh.sharding_replicas > 1
-    return not uses_ddp(mesh) and (several or mesh.layout.offload)
-
-
 class Sharder:
     """Applies `fully_shard` to blocks and the modules around them before they have memory, so that a rank only holds its shards."""
 
@@ -102,11 +92,11 @@ class Sharder:
         experts = set()
         if isinstance(block.ffn, MoE):
             experts = set(block.ffn.experts.parameters())
-            if _needed(self.mesh, "expert_shard"):
+            if self.mesh.layout.is_sharded(self.mesh.size("expert_shard")):
                 self._shard(block.ffn.experts, "expert_shard")
                 if all(self._along(p).dim == 0 for p in experts):
                     self._keep_secondary(block.ffn.experts, "expert_shard", self.run.layout.expert_secondary_shard)
-        if _needed(self.mesh, "zero"):
+        if self.mesh.layout.is_sharded(self.mesh.size("zero")):
             self._shard(block, "zero", experts)
             self._keep_secondary(block, "zero", self.run.layout.secondary_shard)
 
@@ -116,7 +106,7 @@ class Sharder:
 
     def root(self, model: Transformer) -> None:
         """Shard the parameters outside of the blocks, and set up prefetching."""
-        if not _needed(self.mesh, "zero"):
+        if not self.mesh.layout.is_sharded(self.mesh.size("zero")):
             return
         experts = {p for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
         apart = model.embed if gathers_embedding_apart(self.run, frozen=self.frozen) else None
@@ -146,7 +136,7 @@ class Sharder:
 
     def fp8(self, model: Transformer) -> None:
         """Gather the matrices of fp8 GEMMs in fp8; the shards must be allocated by now."""
-        if _needed(self.mesh, "zero"):
+        if self.mesh.layout.is_sharded(self.mesh.size("zero")):
             for block in model.layers.values():
                 enable_fp8_all_gather(block, self.run, self.scales, self.mesh.size("zero"))
 

@@ -31,7 +31,6 @@ from shardwise.parallel.members import ElasticOuter
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch
 from shardwise.parallel.outer import Outer
-from shardwise.parallel.shard import uses_ddp
 from shardwise.plan.trainer.rank import reference_run
 from shardwise.run import Run
 from shardwise.run.derive import forward_passes
@@ -156,7 +155,7 @@ class TrainState:
         own = torch.cat((loss[None], self.objective.measured)).double() / layout.tensor
         sums = self.start_all_reduce(torch.cat((square[None], own)))
         # DDP replicas have the same gradients and so the same norm: then the all-reduce overlaps with the optimizer.
-        square = square * layout.world if uses_ddp(self.mesh) else sums()[0]
+        square = square * layout.world if layout.uses_ddp else sums()[0]
         if self.as_one:  # each replica has counted the full gradient
             square = square / layout.replicate
         count = counted()[0].clamp(min=1)
@@ -186,7 +185,7 @@ class TrainState:
         """The same as `passes`, for a batch that is already on the device in microbatches."""
         self.refresh()
         # DistributedDataParallel averages gradients; everything else sums them.
-        replicas = self.mesh.size("replicate") if uses_ddp(self.mesh) else 1
+        replicas = self.mesh.size("replicate") if self.mesh.layout.uses_ddp else 1
         factor = self.loss_scale.scale * replicas / self.objective.full_count
         self.objective.begin()
         microbatches = self._with_reference(microbatches)

@@ -85,7 +85,7 @@ class Job:
         """`sharded`, with None resolved; 0 for other programs, and with replicas alone, which DistributedDataParallel handles."""
         if not self.framework.fully_shard:
             return 0.0, 0.0
-        return handled(self.layout, self.layout.world) if self.sharded is None else self.sharded
+        return sharded_parts(self.layout, self.layout.world) if self.sharded is None else self.sharded
 
     @property
     def learned(self) -> float:
@@ -170,12 +170,10 @@ class Job:
         return result * self.layout.directions
 
 
-def handled(layout: LayoutConfig, world: Number) -> tuple[Number, Number]:
+def sharded_parts(layout: LayoutConfig, world: Number) -> tuple[Number, Number]:
     """1 where `fully_shard` handles this trainer's dense parameters, and 1 where it handles experts (`parallel/shard.py`)."""
-    replicas = 1 if layout.replicas_apart else layout.replicate
-    zero, many = layout.shard * layout.context, (replicas > 1) | layout.offload
-    apart = ~np.asarray((replicas == world) & (world > 1) & (not layout.offload))
-    return 1.0 * (((zero > 1) | many) & apart), 1.0 * (((zero > layout.expert) | many) & apart)
+    zero = layout.shard * layout.context
+    return 1.0 * layout.is_sharded(zero, world), 1.0 * layout.is_sharded(zero // layout.expert, world)
 
 
 def cluster_of(run: Run) -> Cluster:

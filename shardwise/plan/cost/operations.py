@@ -52,8 +52,8 @@ def _gather_sequence(ops: OpList, part: str, *, again: Number = 1.0, gathered: b
 
 
 def _scatter_sequence(ops: OpList, part: str, *, width: Number = None, early_stop: bool = False) -> None:
-    """Sums the partial outputs of matrices cut by rows, and leaves each rank its slice of the sequence; `width`: bytes of an element,
-    if not those of an activation."""
+    """Sums the partial outputs of matrices cut by rows, and leaves each rank its slice of the sequence; `width`: bytes of an
+    element, if not those of an activation."""
     job = ops.job
     size = job.rows * job.model.hidden * (job.width if width is None else width)
     if job.framework.sequence_parallel:

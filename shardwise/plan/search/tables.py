@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.plan.cost.constants import constants_of
-from shardwise.plan.cost.job import Job, handled, overlapped
+from shardwise.plan.cost.job import Job, overlapped, sharded_parts
 from shardwise.plan.cost.memory import buffers, gathered_layers, layer_activations, states
 from shardwise.plan.cost.operations import chunked_loss, embedding, head, layer, residual_bytes
 from shardwise.plan.cost.ops import OpList
@@ -98,7 +98,7 @@ class LayerTable:
         # The pipeline decides how many layers share a rank's budget, and ZeRO whether they save casts of their weights.
         more = (sizes.pipeline, sizes.shard) if "budget" in choices.recompute else ()
         devices = sizes.replicate * sizes.shard * sizes.context * sizes.tensor * sizes.pipeline
-        sharded = handled(sizes.into(job.layout), devices)
+        sharded = sharded_parts(sizes.into(job.layout), devices)
         keys, self.row = distinct(sizes.tensor, sizes.context, sizes.expert, sizes.microbatch, added, *sharded, *more)
         t, c, e, b, added, dense, experts, *ranks = keys
         self.size = len(t)
@@ -233,7 +233,7 @@ class ParameterTable:
         layout = replace(job.layout, tensor=t, replicate=r, expert=e, shard=z, context=1, expert_tensor=expert_tensor)
         layout = replace(layout, pipeline=int(sizes.pipeline[0]))
         self.zero, self.devices = choices.zero, job.layout.replicate
-        self.job = replace(job, layout=layout, sharded=handled(layout, self.devices))
+        self.job = replace(job, layout=layout, sharded=sharded_parts(layout, self.devices))
         self.kinds = {kind: n for n, kind in enumerate({k: None for one in splits for k in one.kinds})}
         self.held = self._held(list(self.kinds))
         self.size = len(t)
@@ -311,8 +311,7 @@ class ParameterTable:
         job = self.under(zero)
         framework, lay = job.framework, job.layout
         owners = states(replace(job, layout=replace(lay, zero=3)), held)
-        replicas = 1 if lay.replicas_apart else lay.replicate
-        sharded = ((job.zero_ranks > 1) | (replicas > 1)) & (replicas < self.devices)
+        sharded = job.fully_sharded[0]
         whole = held.dense + held.experts
         if lay.offload:
             whole_gradients, cast = 0.0 * whole, 0.0 * whole
@@ -322,7 +321,7 @@ class ParameterTable:
                 cast_copies(job, held),
             )
         if zero < 3:
-            gathered = whole * framework.gather_bytes * (sharded | lay.offload)
+            gathered = whole * framework.gather_bytes * sharded
         else:
             # The current layers, and those that `fully_shard` prefetched for other stages; without a pipeline also
             # embedding and head.

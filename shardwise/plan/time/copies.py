@@ -8,7 +8,8 @@ rank holds a z-th of each (PyTorch's `_fsdp_collectives.py` and `_fsdp_param.py`
 - its gradient, where it is reduced at once (ZeRO-2 and 3): w + r into the buffer, or w + r / z to add up what the ranks of a
   machine sent each other (`parallel/in_place.py`); and 3p / z to add the shard to that of earlier microbatches.
 - its gradient, where it is reduced at the end of a step (ZeRO-1, split backward passes): the first microbatch's is cast, w + r;
-  each further one is added, w + 2r; the sum is copied into the buffer, 2r. Of one microbatch as under ZeRO-2, if passes are not split.
+  each further one is added, w + 2r; the sum is copied into the buffer, 2r. Of one microbatch as under ZeRO-2, unless passes are
+  split.
 - a shard that was reduced in another dtype than parameters are held in is cast: (r + p) / z.
 `tests/measure/test_copies.py` counts these bytes in the trainer.
 """

@@ -100,8 +100,10 @@ def data_seconds(
         few, same = lay.secondary_shard, lay.expert_secondary_shard
         ranks = few, same * (same > 1) + expert_zero * (same <= 1)
         again = held.dense - gathered_once(job, ends)
-        how = (job.gathered_bytes, *ranks) if few > 1 else (width, zero, expert_zero)
-        near = sharded("all_gather", *how, dense=again)
+        if few > 1:
+            near = sharded("all_gather", job.gathered_bytes, *ranks, dense=again)
+        else:
+            near = sharded("all_gather", width, dense=again)
         return DataSeconds(gather, near + every, once, 0.0 * gather, *update, *beside)
     return DataSeconds(0.0 * gather, every, once, gather, *update, *beside)
 

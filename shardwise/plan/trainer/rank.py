@@ -204,21 +204,10 @@ class PlannedRank:
         """Bytes of a gradient's element while it is reduced over ranks."""
         return WIDTHS[self.run.train.reduce_dtype] if self.width < 4 else self.high_width
 
-    @property
-    def uses_ddp(self) -> bool:
-        """Whether ranks differ only in their samples: then DistributedDataParallel handles the replicas."""
-        return self.sharding_replicas == self.run.layout.world > 1 and not self.run.layout.offload
-
-    @cached_property
-    def sharding_replicas(self) -> int:
-        """Replicas over which PyTorch's wrappers reduce gradients; 1 where `parallel/compress` or `parallel/outer.py` does it."""
-        return 1 if self.run.layout.replicas_apart else self.size("replicate")
-
     @cached_property
     def is_sharded(self) -> bool:
         """Whether `fully_shard` holds the parameters."""
-        over = self.size("zero") > 1 or self.sharding_replicas > 1 or self.run.layout.offload
-        return over and not self.uses_ddp
+        return self.run.layout.is_sharded(self.size("zero"))
 
     def sharding(self, parameter: PlannedParameter) -> tuple[int, int]:
         """How many ranks a parameter is sharded over, and the index of this rank among them."""

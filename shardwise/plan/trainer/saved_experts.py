@@ -75,7 +75,7 @@ def experts(tape: Tape, dispatched: int | Fraction, arrived: int | Fraction) -> 
     if lay.expert > 1:
         tape.save_new("arrived order", arrived if fused else 2 * arrived, INDEX if fused else INTEGER)
     # Experts that no other rank has a shard of are not all-gathered, so no all-gather casts them.
-    alone = planned.size("expert_shard") == planned.sharding_replicas == 1 and not lay.offload
+    alone = planned.size("expert_shard") == lay.sharding_replicas == 1 and not lay.offload
     if tape.low_precision and (alone or not planned.is_sharded):
         tape.save_new("expert weights", learned)
     if tape.fused_gemms and hidden % 8 == width % 8 == 0:  # one grouped GEMM, which reads where each expert's rows end

@@ -132,7 +132,7 @@ _OF_LAYOUT = attrgetter(
     "context", "tensor", "expert", "shard", "context_method", "async_tensor", "expert_tensor", "offload",
     "recompute", "recompute_operations", "recompute_every",
 )  # fmt: skip
-_OF_RANK = attrgetter("fused", "sharding_replicas", "keeps_compute_copies", "is_sharded")
+_OF_RANK = attrgetter("fused", "run.layout.sharding_replicas", "keeps_compute_copies", "is_sharded")
 _KNOWN: dict[tuple[object, ...], dict[tuple[object, ...], Saved]] = {}
 
 
@@ -220,7 +220,7 @@ def gathered(planned: PlannedRank) -> int:
     total = sum(secondary_bytes(planned, planned.layer_parameters(run.model.is_moe(n))) for n in planned.recomputed)
     for count, parameter in stays:
         ranks, _ = planned.sharding(parameter)
-        alone = parameter.entry.routed and ranks == planned.sharding_replicas == 1 and not run.layout.offload
+        alone = parameter.entry.routed and ranks == run.layout.sharding_replicas == 1 and not run.layout.offload
         if not alone:  # experts that no other rank has a shard of are not gathered
             total += count * planned.gathered_shard(parameter, ranks) * ranks
     return total

@@ -121,7 +121,7 @@ def _passes(wire: Wire, moved: Mapping[int, Moved] | None) -> None:
 def data(wire: Wire) -> None:
     """`shard.py`: parameters all-gathered, gradients reduce-scattered, and all-reduced over replicas."""
     planned, is_moe = wire.planned, wire.planned.run.model.is_moe
-    if planned.uses_ddp and not wire.forward_only:
+    if planned.run.layout.uses_ddp and not wire.forward_only:
         for stage in planned.stages:
             numels = [parameter.numel for parameter in _in_order(planned, stage) if parameter.learns]
             messages = buckets(n * planned.high_width for n in reversed(numels))
@@ -187,7 +187,7 @@ def _sharded(
                 else:  # `compress/sharded.py`
                     blocks = sum(blocks_of(p.shard_numel(ranks), method) for p in unit if p.learns)
                     wire.all_to_all(group, ranks * blocks * block_bytes(method), times)
-                if planned.sharding_replicas > 1:
+                if run.layout.sharding_replicas > 1:
                     wire.all_reduce("replicate", gradients, units)
 
 

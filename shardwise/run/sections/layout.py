@@ -130,6 +130,25 @@ class LayoutConfig:
         return self.compress != "none" or self.sync_every > 1
 
     @property
+    def sharding_replicas(self) -> int:
+        """Replicas over which PyTorch's wrappers sum gradients; 1 where replicas exchange gradients by themselves."""
+        return 1 if self.replicas_apart else self.replicate
+
+    @property
+    def uses_ddp(self) -> bool:
+        """Whether ranks differ only in their samples: then DistributedDataParallel handles the parameters."""
+        return self._is_replicated(self.world)
+
+    def is_sharded(self, ranks: int, world: int | None = None) -> bool:
+        """Whether `fully_shard` handles parameters that are sharded over this many ranks. All sizes may be arrays, then with the
+        `world`, for tables of layouts leave some of them out."""
+        several = (ranks > 1) | (self.sharding_replicas > 1) | self.offload
+        return several & (self._is_replicated(self.world if world is None else world) ^ True)
+
+    def _is_replicated(self, world: int) -> bool:
+        return (self.sharding_replicas == world) & (world > 1) & (not self.offload)
+
+    @property
     def one_replica(self) -> LayoutConfig:
         """What one replica is, where each is a world of its own."""
         alone = dict(replicate=1, sync_every=1, sync_fragments=1, sync_overlap=0, sync_elastic=False, compress="none")

@@ -21,7 +21,6 @@ from shardwise.parallel.gradients import scale_gradients, squared_norm
 from shardwise.parallel.local_parameter import LocalParameter, gather_matrix, local, scatter_matrix
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
-from shardwise.parallel.shard import uses_ddp
 from shardwise.run import Run, TrainConfig
 from shardwise.run.derive import NEWTON_SCHULZ, NEWTON_SCHULZ_ITERATIONS
 from shardwise.run.parametrization import rate_factor
@@ -107,7 +106,7 @@ class Optimizer:
         self.peaks = [part.defaults["lr"] for part in self.parts]
         # A gradient made while DistributedDataParallel does not reduce would be a second tensor beside its bucket. A zero that is
         # added to may change its sign, which a step that is computed twice would take for corruption.
-        self.keeps_buckets = uses_ddp(mesh) and run.accumulation > 1 and not train.recheck_every
+        self.keeps_buckets = mesh.layout.uses_ddp and run.accumulation > 1 and not train.recheck_every
 
     def learning_rate(self, step: int) -> float:
         """AdamW's learning rate in a step, which the metrics show."""
