@@ -8,6 +8,7 @@ from rich.text import Text
 
 from shardwise.report import words
 from shardwise.report.terminal import Console, key_figures, notes, plain_table
+from shardwise.run.axes import AXES
 
 _MOST_NAMES = 6
 
@@ -61,8 +62,7 @@ def print_budget(console: Console, found: dict[str, Any]) -> None:
     if found["low"] is not None:
         interval = f", 90% between {found['low']:.3f} and {found['high']:.3f}"
     shape = f"{model['layers']} layers of {model['hidden']:,}, {model['heads']} heads, ffn {model['ffn']:,}"
-    axes = ("replicate", "shard", "context", "tensor", "pipeline", "expert")
-    split = " × ".join(f"{axis} {found['layout'][axis]}" for axis in axes if found["layout"][axis] > 1) or "one device"
+    split = " × ".join(f"{axis} {found['layout'][axis]}" for axis in AXES if found["layout"][axis] > 1) or "one device"
     figures = [
         ("parameters", words.count(found["params"]), shape),
         ("tokens", words.count(found["tokens"]), f"{found['tokens_per_param']:.1f} a parameter; {words.flops(found['flops'])}"),

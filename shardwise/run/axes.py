@@ -11,6 +11,8 @@ RANK_AXES = ("replicate", "shard", "context", "tensor", "pipeline")
 
 LOOPED = ("interleaved", "breadth-first")
 """Pipeline schedules with any number of stages on each rank."""
+HOLDS_ALL = ("gpipe", "breadth-first")
+"""Schedules that hold all microbatches of a step at once."""
 V_SHAPED = ("zb-v", "dualpipe-v", "dualpipe")
 """Schedules with two stages on each rank: the first rank holds the first stage and the last."""
 BIDIRECTIONAL = ("dualpipe",)

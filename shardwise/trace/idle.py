@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.ledger import CATEGORIES
+from shardwise.run.axes import AXES
 from shardwise.trace.answers import CAUSES, LaunchQueue
 from shardwise.trace.attribution import phase_of
-from shardwise.trace.comms.describe import AXES, POINT_TO_POINT, UNKNOWN, collective_of
+from shardwise.trace.comms.describe import POINT_TO_POINT, UNKNOWN, collective_of
 from shardwise.trace.comms.events import OTHER_GROUPS, CollectiveEvents
 from shardwise.trace.comms.overlap import busy_intervals
 from shardwise.trace.rank import Rank

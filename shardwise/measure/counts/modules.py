@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, UntypedStorage, nn
 
 from shardwise.data.batches import Batch
+from shardwise.ledger import PASSES
 from shardwise.measure.counts.memory import (
     StepMemory,
     Storages,
@@ -133,9 +134,6 @@ def module_activations(train_state: TrainState, batch: Batch) -> dict[str, int]:
             for number, size in sizes.items():
                 found[storages.maker[number]] += size
     return dict(found)
-
-
-PASSES = ("forward", "recompute", "backward_input", "backward_weight", "optimizer")
 
 
 @dataclass

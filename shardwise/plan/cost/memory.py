@@ -16,11 +16,9 @@ from shardwise.plan.cost.operations import chunked_loss, embedding, layer, resid
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, layer_parameters, stage_parameters, zero_groups
 from shardwise.plan.cost.passes import recomputed_layers, recomputed_share
 from shardwise.plan.cost.rematerialization import within_budget
+from shardwise.run.axes import HOLDS_ALL
 from shardwise.run.compression import values_kept
 from shardwise.schedules import cached_schedule, peak_activations, rounds_to_play, versions_kept
-
-OWNERS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "buffers", "workspace")
-"""The owners of bytes, in the order in which they are shown."""
 
 
 def states(job: Job, held: LocalNumel) -> dict[str, Number]:
@@ -114,7 +112,7 @@ def memory(job: Job) -> Memory:
         count, _ = rounds_to_play(lay.pipeline, job.microbatches)
         schedule = cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank)
         placement, peaks = schedule.placement, peak_activations(schedule, saved)
-        if lay.schedule in ("gpipe", "breadth-first"):  # these hold every microbatch, also the unplayed ones
+        if lay.schedule in HOLDS_ALL:  # these hold every microbatch, also the unplayed ones
             peaks = tuple(peak * job.microbatches / count for peak in peaks)
     else:
         placement, peaks = (0,) * len(layers), (sum(saved),)

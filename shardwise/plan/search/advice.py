@@ -19,7 +19,7 @@ from shardwise.plan.search.space import Sizes, divisors, with_choices
 from shardwise.plan.time.step import prepare, step_time
 from shardwise.plan.trainer.memory import memory_of, memory_that_fits
 from shardwise.run import Problem, Run, UserError, counted
-from shardwise.run.axes import LOOPED
+from shardwise.run.axes import LOOPED, RANK_AXES
 from shardwise.run.rules.check import broken_rules
 
 MOST_DEVICES = 200_000
@@ -124,7 +124,7 @@ def _leanest(space: Space) -> tuple[Run, Memory]:
 
 
 def _too_large(lean: Run, space: Memory, count: int) -> str:
-    sizes = ", ".join(f"{axis} {getattr(lean.layout, axis)}" for axis in ("replicate", "shard", "context", "tensor", "pipeline")
+    sizes = ", ".join(f"{axis} {getattr(lean.layout, axis)}" for axis in RANK_AXES
                       if getattr(lean.layout, axis) > 1)  # fmt: skip
     return (
         f"nothing fits on {counted(count, 'device')}: the leanest layout ({sizes or 'one device'}, zero {lean.layout.zero}, "

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.run.axes import ASYNCHRONOUS, BIDIRECTIONAL, LOOPED, SPLIT_BACKWARD, V_SHAPED
+from shardwise.run.axes import ASYNCHRONOUS, BIDIRECTIONAL, HOLDS_ALL, LOOPED, SPLIT_BACKWARD, V_SHAPED
 from shardwise.schedules import cached_schedule, peak_activations
 
 Number = Any
@@ -159,7 +159,7 @@ def in_flight(schedule: str, ranks: int, chunks: int, rank: int, microbatches: N
     m, p, v = microbatches, ranks, chunks
     if p == v == 1:
         return np.ones_like(m)
-    if schedule in ("gpipe", "breadth-first"):
+    if schedule in HOLDS_ALL:
         return m
     if schedule in ("1f1b", *ASYNCHRONOUS) or (schedule == "interleaved" and v == 1):
         return np.minimum(m, p - rank)

@@ -26,7 +26,7 @@ from shardwise.plan.search.tables import LayerTable, ParameterTable, Rows, Stage
 from shardwise.plan.time.data import DataSeconds
 from shardwise.plan.time.step import copied_once, slowdown, tail_seconds, update_seconds, with_zero
 from shardwise.run import LayoutConfig, Run
-from shardwise.run.axes import LOOPED, SPLIT_BACKWARD, V_SHAPED
+from shardwise.run.axes import HOLDS_ALL, LOOPED, SPLIT_BACKWARD, V_SHAPED
 from shardwise.run.derive import compiles, planned_on_gpu
 
 Array = Any
@@ -353,7 +353,7 @@ class Group:
             in_turn = (at.microbatches < 2 * self.pipeline) | (schedule == "breadth-first")
             whole = whole * np.where(in_turn, 1.0 / chunks, 1.0)
         gradients = held.gradients + np.maximum(whole, deferred) * (held.whole_gradients - held.gradients)
-        losses = at.microbatches if schedule in ("gpipe", "breadth-first") and len(split.stages) > 1 else 1
+        losses = at.microbatches if schedule in HOLDS_ALL and len(split.stages) > 1 else 1
         saved = flying * held.saved + losses * held.loss_saved
         peak: Array = held.fixed + gradients + saved + np.maximum(held.loss, held.again)
         if self.pipeline == 1:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwise.ledger import Memory
+from shardwise.ledger import OWNERS, Memory
 from shardwise.plan.cost import memory as formulas
 from shardwise.plan.cost.host import IN_FLIGHT
 from shardwise.plan.cost.job import Job, job_of
@@ -64,7 +64,7 @@ class _Ranks:
         # memory peaks in a backward pass, while ZeRO-2 reduces a layer's gradient.
         lay = run.layout
         reduces = lay.zero == 2 and lay.pipeline > 1 and not lay.gathers_each_pass
-        owners = dict.fromkeys(formulas.OWNERS, 0.0) | {
+        owners = dict.fromkeys(OWNERS, 0.0) | {
             "gathered": float(formulas.gathered_layers(job)),
             "buffers": float(formulas.buffers(job)) + reduces * float(formulas.reduced_layer(job)),
         }

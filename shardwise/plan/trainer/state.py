@@ -17,6 +17,7 @@ from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.saved import Saved, recomputed_parts, saved
 from shardwise.plan.trainer.secondary import secondary_bytes
 from shardwise.run import Run
+from shardwise.run.axes import HOLDS_ALL
 from shardwise.run.derive import chunk_bytes, chunk_rows, forward_passes
 from shardwise.schedules import PASSES, Schedule, cached_schedule, fewer_rounds, peak_activations, versions_kept
 
@@ -200,7 +201,7 @@ def short_schedule(run: Run) -> tuple[Schedule, float]:
     count = fewer_rounds(lay.pipeline, n, 4)
     schedule = cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank)
     # These schedules hold every microbatch.
-    return schedule, n / count if lay.schedule in ("gpipe", "breadth-first") else 1.0
+    return schedule, n / count if lay.schedule in HOLDS_ALL else 1.0
 
 
 def gathered(planned: PlannedRank) -> int:

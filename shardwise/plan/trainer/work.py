@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwise.ledger import Work
+from shardwise.ledger import PASSES, Work
 from shardwise.plan.trainer import muon
 from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank, reference_run
 from shardwise.plan.trainer.rows import rows_to_experts
@@ -36,7 +36,6 @@ BLOCK, FFN = frozenset({"block"}), frozenset({"block", "ffn"})
 ATTENTION = frozenset({"block", "attention", "attended"})
 HEADS, MIDDLE = BLOCK | {"heads"}, BLOCK | {"middle"}
 NEVER: frozenset[str] = frozenset()
-PASSES = ("forward", "recompute", "backward_input", "backward_weight")
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def work(run: Run, rank: int | None = None) -> Work:
     planned = PlannedRank(run, rank)
     flops: dict[str, dict[str, float]] = {}
     for times, gemm, recomputed in _gemms(planned):
-        passes = flops.setdefault(gemm.part, dict.fromkeys(PASSES, 0.0))
+        passes = flops.setdefault(gemm.part, dict.fromkeys(PASSES[:4], 0.0))
         total = times * run.stage_microbatches * gemm.flops
         passes["forward"] += planned.objective.forward_only * total
         if gemm.part == "head" and planned.objective.logprobs:  # recomputed in the backward pass
@@ -78,7 +77,7 @@ def work(run: Run, rank: int | None = None) -> Work:
         passes["backward_weight"] += total if gemm.weight and gemm.learns else 0.0
     if planned.objective.reference:  # the same network without adapters, or a teacher
         for times, gemm, _ in _gemms(PlannedRank(reference_run(run), rank)):
-            flops.setdefault(gemm.part, dict.fromkeys(PASSES, 0.0))["forward"] += (
+            flops.setdefault(gemm.part, dict.fromkeys(PASSES[:4], 0.0))["forward"] += (
                 planned.objective.reference * times * run.stage_microbatches * gemm.flops
             )
     flops["parameters"] = {"optimizer": muon.flops(planned) if run.train.optimizer == "muon" else 0.0}
