@@ -32,7 +32,6 @@ from shardwise.plan.time.data import DataSeconds
 from shardwise.plan.time.step import (
     Prepared,
     copied_once,
-    placement_of,
     play,
     prepare,
     slowdown,
@@ -101,7 +100,7 @@ class Case:
             for name in NAMES
         }
         """The effects that each constant of this row is made of."""
-        kinds, homes = self.prepared.kinds, placement_of(self.job, len(self.prepared.kinds))
+        kinds, homes = self.prepared.kinds, self.job.layout.placement
         mine = (tuple(k for k, home in zip(kinds, homes, strict=True) if home == r) for r in range(max(homes) + 1))
         self.ranks = sorted(set(mine))
         """The kinds of stages that ranks have together, each combination once."""

@@ -18,7 +18,7 @@ from shardwise.plan.cost.passes import RECOMPUTE, recomputed_layers
 from shardwise.plan.figures import figures
 from shardwise.plan.plan import Plan, plan
 from shardwise.plan.time.goodput import job_cost
-from shardwise.plan.time.step import placement_of, play, prepare, step_time
+from shardwise.plan.time.step import play, prepare, step_time
 from shardwise.plan.time.timeline import timeline
 from shardwise.plan.trainer.budgeted import compare_with_greedy
 from shardwise.plan.trainer.rank import PlannedRank
@@ -154,7 +154,7 @@ def test_ranks_with_more_layers_recompute_more_of_them(recompute: str, pipeline:
     run = run_from_dict(dict(model=shape, layout=layout, cluster=cluster, train=train))
     made = prepare(job_of(run))
     full = prepare(job_of(replace(run, layout=replace(run.layout, recompute="full", recompute_budget=0.0))))
-    layers, placement = made.job.stage_layers, placement_of(made.job, len(made.kinds))
+    layers, placement = made.job.stage_layers, made.job.layout.placement
     one = max(
         sum(full.stages[kind].seconds[RECOMPUTE]) / count[0]
         for kind, count in zip(full.kinds, layers, strict=True)

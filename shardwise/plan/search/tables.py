@@ -63,8 +63,7 @@ def stage_split(job: Job, pipeline: int, schedule: str, chunks: int) -> StageSpl
     """How one schedule splits the layers."""
     layout = replace(job.layout, pipeline=pipeline, schedule=schedule, chunks=chunks)  # type: ignore[arg-type]
     layers = replace(job, layout=layout).stage_layers
-    last = len(layers) - 1
-    places = [n % pipeline if n < pipeline or schedule not in V_SHAPED else last - n for n in range(len(layers))]
+    places = layout.placement
     shared = [0] * pipeline
     if layout.recompute_budget:
         for rank, own in zip(places, layers, strict=True):

@@ -34,7 +34,6 @@ from shardwise.run.parameters import (
 from shardwise.run.rules.check import serving_rules
 from shardwise.run.sections.adapter import NF4_BLOCK
 from shardwise.run.served import ServingRank
-from shardwise.schedules import make_schedule
 
 
 def rollout_layout(run: Run) -> LayoutConfig:
@@ -167,11 +166,6 @@ class Relaying:
     def _places(self) -> dict[int, RankCoordinates]:
         return {rank: RankCoordinates(self.run.layout, rank) for rank in self.members}
 
-    @cached_property
-    def _homes(self) -> tuple[int, ...]:
-        lay = self.run.layout
-        return make_schedule(lay.schedule, lay.pipeline, self.run.accumulation, lay.stages_per_rank).placement
-
     @property
     def stage(self) -> int:
         """The stage of the engine that is on this rank."""
@@ -179,7 +173,7 @@ class Relaying:
 
     def home(self, name: str) -> int:
         """The pipeline index of the ranks that train a parameter or buffer."""
-        return self._homes[stage_of(self.run, name)]
+        return self.run.layout.placement[stage_of(self.run, name)]
 
     def first_at_home(self, name: str) -> int:
         """The first member that trains a parameter or buffer."""

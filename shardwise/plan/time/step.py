@@ -65,7 +65,7 @@ def _layers_of_ranks(job: Job, layers: list[tuple[int, int]]) -> list[int]:
     """For each stage the number of layers of its rank, where these share a recompute budget; else 0."""
     if job.layout.recompute not in ("budget", "optimal"):
         return [0] * len(layers)
-    placement = placement_of(job, len(layers))
+    placement = job.layout.placement
     return [
         sum(map(sum, (own for own, home in zip(layers, placement, strict=True) if home == rank))) for rank in placement
     ]
@@ -295,7 +295,7 @@ def _combined(one: _Costed, makespan: float) -> Step:
     prepared, constants, own, _, cost, hop, blocks, handing = one
     job, kinds = prepared.job, prepared.kinds
     lay, microbatches = job.layout, job.stage_microbatches
-    placement = placement_of(job, len(kinds))
+    placement = lay.placement
     busy, tails, parts, aparts, mirrors, updates, copies = [], [], [], [], [], [], []
     stages = [[n for n, home in enumerate(placement) if home == rank] for rank in range(lay.pipeline)]
     for mine in stages:
@@ -339,15 +339,6 @@ def _forward_seconds(cost: Cost, placement: tuple[int, ...], microbatches: int, 
     return sum(cost.forward) / lay.directions + (microbatches - 1) * max(each)
 
 
-def placement_of(job: Job, stages: int) -> tuple[int, ...]:
-    """The pipeline rank of each stage."""
-    lay = job.layout
-    if lay.pipeline == 1:
-        return (0,) * stages
-    count = rounds_to_play(lay.pipeline, job.microbatches)[0]
-    return cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank).placement
-
-
 def _parts(one: _Costed, stages: Sequence[int]) -> dict[str, float]:
     """Seconds by category of the passes over some stages, with all microbatches of a step."""
     names = ("matmul", "attention", "memory", "host", "replicate", "shard", "context", "tensor", "expert", "offload")
@@ -374,7 +365,7 @@ def rank_time(job: Job, pipeline_rank: int) -> RankTime:
     """The work of one pipeline rank of a job."""
     one = _costed(prepare(job))
     prepared = one.prepared
-    mine = [n for n, home in enumerate(placement_of(job, len(prepared.kinds))) if home == pipeline_rank]
+    mine = [n for n, home in enumerate(job.layout.placement) if home == pipeline_rank]
     data = DataSeconds(*map(sum, zip(*(prepared.data[prepared.kinds[n]] for n in mine), strict=True)))
     parts = _parts(one, mine) | {"optimizer": float(update_seconds(job, data, one.constants))}
     parts["memory"] += float(copied_once(data, job.stage_microbatches, one.constants))

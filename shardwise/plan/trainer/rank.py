@@ -11,7 +11,6 @@ from functools import cached_property, lru_cache
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.plan.trainer.budgeted import recomputed
 from shardwise.run import Run
-from shardwise.run.axes import V_SHAPED
 from shardwise.run.coordinates import RankCoordinates
 from shardwise.run.derive import (
     chunks_loss,
@@ -251,11 +250,8 @@ class PlannedRank:
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The pipeline rank of every stage: round robin, or down the ranks and back up."""
-        lay = self.run.layout
-        if lay.schedule in V_SHAPED and lay.pipeline > 1:
-            return (*range(lay.pipeline), *reversed(range(lay.pipeline)))
-        return tuple(stage % lay.pipeline for stage in range(lay.pipeline * lay.stages_per_rank))
+        """The pipeline rank of every stage."""
+        return self.run.layout.placement
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:

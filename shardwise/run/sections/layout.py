@@ -183,6 +183,13 @@ class LayoutConfig:
         return 1 + (self.pipeline > 1) if self.schedule in V_SHAPED else 1
 
     @property
+    def placement(self) -> tuple[int, ...]:
+        """The pipeline rank of every stage: round robin, or down the ranks and up again."""
+        if self.schedule in V_SHAPED and self.pipeline > 1:
+            return (*range(self.pipeline), *reversed(range(self.pipeline)))
+        return tuple(stage % self.pipeline for stage in range(self.pipeline * self.stages_per_rank))
+
+    @property
     def directions(self) -> int:
         """From how many ends of the pipeline microbatches enter. Stages are numbered along one direction, then the other."""
         return 1 + (self.pipeline > 1) if self.schedule in BIDIRECTIONAL else 1
