@@ -8,8 +8,8 @@ import numpy as np
 from shardwise.ledger import Difference
 from shardwise.measure.counts.traffic import TrafficCounter
 from shardwise.plan.plan import prompt_tokens
-from shardwise.plan.serving.relaid import Relaying, is_whole
 from shardwise.plan.serving.rollouts import answers_at_once, played_round
+from shardwise.plan.serving.weight_sync import WeightSync, is_whole
 from shardwise.plan.trainer.rank import WIDTHS
 from shardwise.run.weights import BYTES
 from shardwise.serve.runner import Runner
@@ -26,7 +26,7 @@ def rollouts_against_plan(state: TrainState) -> list[Difference]:
     rollouts = Rollouts(state, frozenset(), owns=asked.asynchronous)
     with TrafficCounter(state.mesh.axes_by_group()) as wire:
         rollouts.update()
-    sent = 0 if is_whole(run) else Relaying(run, state.mesh.rank).sent_bytes(WIDTHS, BYTES[run.train.dtype])
+    sent = 0 if is_whole(run) else WeightSync(run, state.mesh.rank).sent_bytes(WIDTHS, BYTES[run.train.dtype])
     drawn = np.random.default_rng(0)
     groups = answers_at_once(run) // asked.group
     prompts = [drawn.integers(0, run.model.vocab, prompt_tokens(run)) for _ in range(groups)]

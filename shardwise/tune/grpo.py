@@ -83,7 +83,7 @@ class GrpoSource:
                 following = step + self.steps_of_round
                 if run.objective.asynchronous:
                     self.ahead = self.rounds.begin(state.history.batch_of(following))
-                self.look_back(self.answers)
+                self.add_logprobs(self.answers)
             first = part % run.objective.minibatches * size
             own = self.answers.take(slice(first, first + size))
             self._figures, self._of_round = self.worth(own) | self._of_round, {}
@@ -108,7 +108,7 @@ class GrpoSource:
         rows = self.state.samples(np.arange(len(answers) if packing is None else packing.rows))
         return batch_of(answers, rows, self.run, self.tokenizer.end, packing)
 
-    def look_back(self, answers: Answers) -> None:
+    def add_logprobs(self, answers: Answers) -> None:
         """Store the answers' log-probabilities before any update: the reference's, and the trainer's own if several steps learn
         from a round."""
         if self.reference is not None:

@@ -6,7 +6,7 @@ parameters that the trainer keeps in a higher precision than its compute dtype, 
 of the engine's own.
 
 On any other layout the engine is sharded over ranks too, and its weights are resharded before each rollout: every rank of a replica
-sends the parts of its shards that others need, in one all-to-all for each parameter (`plan/serving/relaid.py` lists which rank
+sends the parts of its shards that others need, in one all-to-all for each parameter (`plan/serving/weight_sync.py` lists which rank
 needs what). A rank receives its shard of the engine's weights, less the parts it trains itself.
 
 Adapters are merged into matrices of the engine's own, in float32 or higher and rounded once; 4-bit matrices are dequantized to the
@@ -28,8 +28,8 @@ from shardwise.model.transformer import Transformer, make_stage
 from shardwise.parallel.inference import Peers, build_share
 from shardwise.parallel.local_parameter import leaves, local
 from shardwise.plan.serving.pool import served_layers
-from shardwise.plan.serving.relaid import Moves, Relaying, is_whole, made_box, needed
 from shardwise.plan.serving.rollouts import as_served
+from shardwise.plan.serving.weight_sync import Moves, WeightSync, is_whole, made_box, needed
 from shardwise.run.boxes import Box
 from shardwise.run.parameters import factors_of, find_parameter, magnitude_of, scales_of
 from shardwise.run.sections.adapter import NF4_BLOCK
@@ -49,8 +49,8 @@ class RolloutWeights:
         self.state, run = state, state.run
         self.held = {each.name: each for each in state.parallel.parameters if not each.copy_of_other_stage}
         self.dtype = state.dtype
-        self.relaying = Relaying(run, state.mesh.rank)
-        layout = self.relaying.layout
+        self.sync = WeightSync(run, state.mesh.rank)
+        layout = self.sync.layout
         self.peers = Peers(layout, run.serve.invariant) if layout.world > layout.replicate else None
         """The other ranks of this engine, if there are any."""
         self.shares = is_whole(run) and not owns
@@ -61,7 +61,7 @@ class RolloutWeights:
         for name, owner, leaf, buffer in _buffers(self.model):
             owner.register_buffer(leaf, self._buffer(name, buffer), persistent=is_persistent(owner, leaf))
         self.model.eval()
-        state.mesh.add_group(GROUP, self.relaying.members)
+        state.mesh.add_group(GROUP, self.sync.members)
 
     def _build(self) -> Transformer:
         run, device = self.state.run, self.state.device
@@ -86,10 +86,9 @@ class RolloutWeights:
     @cached_property
     def _moves(self) -> dict[str, list[Moves]]:
         """For every parameter of the network, the moves of the tensors it is built from."""
-        relaying = self.relaying
+        sync = self.sync
         return {
-            name: [relaying.moves(part, wanted) for part, wanted in relaying.parts(name)]
-            for name in needed(self.state.run)
+            name: [sync.moves(part, wanted) for part, wanted in sync.parts(name)] for name in needed(self.state.run)
         }
 
     @cached_property
@@ -146,12 +145,12 @@ class RolloutWeights:
         self.state.refresh()
         if is_whole(self.state.run):
             for name, target in self.copied.items():
-                parts = {part: local(self.held[part].parameter) for part, _ in self.relaying.parts(name)}
+                parts = {part: local(self.held[part].parameter) for part, _ in self.sync.parts(name)}
                 self._fill(name, target, Box((0,) * target.ndim, tuple(target.shape)), parts)
         else:
             for name, moved in self._moves.items():
                 received = {moves.name: self._receive(name, moves) for moves in moved}
-                box = self.relaying.box(name, self.state.mesh.rank)
+                box = self.sync.box(name, self.state.mesh.rank)
                 if box is not None and box.numel:
                     self._fill(name, self.copied[name], box, {part: x for part, x in received.items() if x is not None})
         self._update_buffers()
@@ -162,7 +161,7 @@ class RolloutWeights:
         entry = find_parameter(self.state.run.model, moves.name, self.state.run.adapter)
         exact = moves.name != name or read_exactly(self.state.run.model, name)
         dtype = getattr(torch, entry.dtype) if entry.dtype else self._kept_dtype(exact)
-        device, rank, members = self.state.device, self.state.mesh.rank, self.relaying.members
+        device, rank, members = self.state.device, self.state.mesh.rank, self.sync.members
         mine: dict[int, Tensor] = {}
         if moves.sent:
             assert moves.held is not None
@@ -217,7 +216,7 @@ class RolloutWeights:
                 sent = found[name].to(self.state.device, copy=True)
             else:
                 sent = torch.empty(like.shape, dtype=like.dtype, device=self.state.device)
-            dist.broadcast(sent, self.relaying.first_at_home(name), group=group)
+            dist.broadcast(sent, self.sync.first_at_home(name), group=group)
             if name in self.buffers:
                 self.buffers[name].copy_(sent)
 

@@ -35,7 +35,7 @@ def test_a_step_is_training_a_share_of_a_round_and_what_looks_back() -> None:
     assert (found.answers, found.tokens, found.prompt_tokens) == (64, 64 * 512, 512)
     assert found.step_seconds == pytest.approx(3.0 + found.rollout_seconds)
     several = plan_rollouts(planned(dict(kl_beta=0.1, iterations=2, minibatches=2)), 3.0)
-    assert (several.answers, several.passes, several.look_back_seconds) == (128, 2, pytest.approx(4.0))
+    assert (several.answers, several.passes, several.logprob_seconds) == (128, 2, pytest.approx(4.0))
     assert several.step_seconds == pytest.approx(3.0 + (several.rollout_seconds + 4.0) / 4)
     ahead = plan_rollouts(planned(dict(asynchronous=True)), 1e6)
     assert ahead.step_seconds == 1e6  # what is drawn meanwhile takes no time
@@ -100,7 +100,7 @@ def test_plan_shows_how_engines_are_cut() -> None:
     run = planned(layout=dict(tensor=2, shard=2), cluster=dict(chip="h200", nodes=1, devices_per_node=4))
     rows = {name: why for name, _, why in rollout_figures(run, plan_rollouts(run, 1.0))}
     assert "a rank of 2 engines of tensor 2" in rows["engine"]
-    assert "laying weights anew" in rows["rollouts"]
+    assert "sending weights to the engines" in rows["rollouts"]
     whole = planned()
     rows = {name: why for name, _, why in rollout_figures(whole, plan_rollouts(whole, 1.0))}
     assert "a rank of" not in rows["engine"]

@@ -11,8 +11,8 @@ import pytest
 from grpo_runs import assert_learns_as_one_process, grpo_run, name_of, steps, train_rank
 from parallel_pool import RankPool
 
-from shardwise.plan.serving.relaid import rollout_layout
 from shardwise.plan.serving.rollouts import own_weight_bytes
+from shardwise.plan.serving.weight_sync import rollout_layout
 from shardwise.run import Run
 from shardwise.train.loop import train
 from shardwise.train.step import TrainState

@@ -75,7 +75,7 @@ def _print(best: ServingPlan, ranking: list[ServingPlan]) -> None:
         ("load", load, held),
         ("memory", words.size(memory.total), f"of a device: {parts}, for {words.count(tokens)} tokens"),
         ("engine", f"{engine['running']} at once", f"{engine['steps']:,} steps, {engine['preemptions']} preempted"),
-        ("times", f"± {best.facts.error:.0%}", f"played step by step with facts {best.facts.origin}"),
+        ("times", f"± {best.facts.error:.0%}", f"simulated step by step with times {best.facts.origin}"),
         ("cost", words.price(cost["usd_per_million_output_tokens"]), f"for a million tokens of answers; {price}"),
     ]
     if guess := found["speculation"]:

@@ -59,7 +59,7 @@ class ServingPlan:
         speed, error = found["output_tokens_per_s"], self.facts.error
         return found | {
             "holds": self.holds,
-            "steps": f"played; {self.facts.origin}",
+            "steps": f"simulated; {self.facts.origin}",
             "interval": {"share": error, "output_tokens_per_s": [speed / (1 + error), speed * (1 + error)]},
             "layout": {"devices": layout.world} | {axis: getattr(layout, axis) for axis in AXES},
             "memory": self.served.memory,

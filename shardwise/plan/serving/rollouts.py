@@ -3,8 +3,8 @@ besides the training state, and the time of a step of such a run.
 
 Where every rank trains unsharded parameters, each rank has an engine that reads those; it holds its own copy only of weights that
 the trainer keeps solely in a higher precision than the compute dtype. On other layouts the engines are sharded over the ranks like
-the trainer, and each rank holds its shard of one engine, which it receives before a round (`relaid.py`). The KV cache takes the
-memory that training leaves at its peak, but no more than the completions of a round can fill.
+the trainer, and each rank holds its shard of one engine, which it receives before a round (`weight_sync.py`). The KV cache takes
+the memory that training leaves at its peak, but no more than the completions of a round can fill.
 
 A round is simulated with the engine's scheduler, all completions at full length, on the engine with the most of them. Look-back
 passes (the reference model's, and the probabilities before the first of several steps) take a third of a training step each, since
@@ -27,8 +27,8 @@ from shardwise.plan.cost.job import cluster_of, job_of
 from shardwise.plan.plan import prompt_tokens
 from shardwise.plan.serving.play import Place, Played, play
 from shardwise.plan.serving.pool import activation_bytes, device_bytes, stage_memory
-from shardwise.plan.serving.relaid import Relaying, is_whole, needed, part_width, rollout_layout
 from shardwise.plan.serving.step_time import StepTime
+from shardwise.plan.serving.weight_sync import WeightSync, is_whole, needed, part_width, rollout_layout
 from shardwise.plan.trainer.memory import memory_of
 from shardwise.plan.trainer.rank import WIDTHS
 from shardwise.run import LayoutConfig, Run
@@ -164,7 +164,7 @@ class RolloutPlan:
     """Per round."""
     passes: int
     """Forward passes over each completion before it is trained on."""
-    look_back_seconds: float
+    logprob_seconds: float
     """Per round."""
     train_seconds: float
     """Per step."""
@@ -177,7 +177,7 @@ class RolloutPlan:
     """Completion tokens of a round."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """The layout of the engines."""
-    relaying_seconds: float = 0.0
+    weight_sync_seconds: float = 0.0
     """Per round, and part of `rollout_seconds`: the weights are sent to the engines."""
 
     @property
@@ -188,11 +188,11 @@ class RolloutPlan:
     def as_dict(self) -> dict[str, Any]:
         """For programs; names are stable."""
         owners = ("training", "weights", "activations", "cache", "pages", "total")
-        names = ("fits", "prompt_tokens", "answers", "tokens", "rollout_seconds", "passes", "look_back_seconds", "train_seconds",
+        names = ("fits", "prompt_tokens", "answers", "tokens", "rollout_seconds", "passes", "logprob_seconds", "train_seconds",
                  "step_seconds", "rollout_flops")  # fmt: skip
         return {name: getattr(self, name) for name in names} | {
             "rollout_tokens_per_s": self.tokens_per_s, "memory": {name: getattr(self.memory, name) for name in owners},
-            "steps": f"played; {self.origin}", "relaying_seconds": self.relaying_seconds,
+            "steps": f"simulated; {self.origin}", "weight_sync_seconds": self.weight_sync_seconds,
             "engines": {"count": self.layout.replicate}
             | {axis: getattr(self.layout, axis) for axis in ("tensor", "pipeline", "expert")},
         }  # fmt: skip
@@ -226,7 +226,7 @@ def played_round(run: Run, memory: RolloutMemory, answers: int = 0) -> Played:
     return play(serve, own, times, place, group=asked.group)
 
 
-def relaying_seconds(run: Run) -> float:
+def weight_sync_seconds(run: Run) -> float:
     """Seconds to send the weights to the engines before a round: an all-to-all for each parameter among the ranks of a replica,
     timed for the rank that receives the most."""
     if is_whole(run):
@@ -236,8 +236,8 @@ def relaying_seconds(run: Run) -> float:
     layout = rollout_layout(run)
     found = []
     for stage in range(layout.pipeline):
-        relaying = Relaying(run, stage * (layout.world // layout.pipeline))
-        sizes = relaying.received_bytes(WIDTHS, width)
+        sync = WeightSync(run, stage * (layout.world // layout.pipeline))
+        sizes = sync.received_bytes(WIDTHS, width)
         found.append(sum(collective_seconds(cluster, "all_to_all", size, ranks) for size in sizes))
     return max(found)
 
@@ -250,15 +250,15 @@ def plan_rollouts(run: Run, train_seconds: float, trained: Memory | None = None)
     prompt, answers = prompt_tokens(run), run.train.global_batch * asked.minibatches
     steps = asked.minibatches * asked.iterations
     passes = int(steps > 1) + int(asked.kl_beta > 0)
-    looking = passes * asked.minibatches * train_seconds / 3
-    relaying = relaying_seconds(run)
-    rollout = round_seconds(run, memory) + relaying
+    scoring = passes * asked.minibatches * train_seconds / 3
+    sync = weight_sync_seconds(run)
+    rollout = round_seconds(run, memory) + sync
     layout = rollout_layout(run)
     beside = asked.asynchronous and (layout.world == layout.replicate or cluster_of(run).chip.name == "cpu")
-    exposed = max(0.0, rollout - looking - steps * train_seconds) if beside else rollout
+    exposed = max(0.0, rollout - scoring - steps * train_seconds) if beside else rollout
     tokens = answers * asked.completion_tokens
     flops = forward_flops(run.model, prompt + asked.completion_tokens) * (tokens + answers // asked.group * prompt)
     return RolloutPlan(
-        memory, memory.pages >= least, prompt, answers, rollout, passes, looking, train_seconds,
-        train_seconds + (exposed + looking) / steps, flops, facts.origin, tokens, layout, relaying,
+        memory, memory.pages >= least, prompt, answers, rollout, passes, scoring, train_seconds,
+        train_seconds + (exposed + scoring) / steps, flops, facts.origin, tokens, layout, sync,
     )  # fmt: skip

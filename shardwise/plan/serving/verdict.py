@@ -57,7 +57,7 @@ class LoadVerdict:
         timed = [inside for each in self.differences if (inside := self.within(each)) is not None]
         share, facts = self.plan.facts.error, self.plan.facts
         return [
-            f"steps were played with facts {facts.origin}",
+            f"steps were simulated with times {facts.origin}",
             f"{sum(timed)} of {len(timed)} times are within the plan's interval of {share:.0%}",
         ]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.plan.serving.relaid import Relaying, made_box, needed, rollout_layout
 from shardwise.plan.serving.rollouts import own_weight_bytes, plan_rollouts
+from shardwise.plan.serving.weight_sync import WeightSync, made_box, needed, rollout_layout
 from shardwise.plan.trainer.rank import WIDTHS
 from shardwise.run import Run, UserError, run_from_dict
 from shardwise.run.boxes import Box
@@ -56,7 +56,7 @@ def cut(values: np.ndarray, box: Box) -> np.ndarray:
 def test_stages_of_a_pipeline_of_one_rank_are_all_its_own(schedule: str) -> None:
     run = made(DENSE, dict(shard=2, schedule=schedule, chunks=2))
     assert plan_rollouts(run, 1.0).as_dict()
-    assert {Relaying(run, 0).home(name) for name in needed(run, 0)} == {0}
+    assert {WeightSync(run, 0).home(name) for name in needed(run, 0)} == {0}
 
 
 @pytest.mark.drawn(1)
@@ -64,8 +64,8 @@ def test_stages_of_a_pipeline_of_one_rank_are_all_its_own(schedule: str) -> None
 def test_every_rank_gets_what_its_engine_holds(seed: int) -> None:
     """Played for all ranks, each with nothing but what it trains. What is sent is what is received, and as the plan says."""
     run = drawn(random.Random(seed))
-    lay, members = run.layout, Relaying(run, 0).members
-    plans = {rank: Relaying(run, rank) for rank in members}
+    lay, members = run.layout, WeightSync(run, 0).members
+    plans = {rank: WeightSync(run, rank) for rank in members}
     sent, received = dict.fromkeys(members, 0), dict.fromkeys(members, 0)
     for name in needed(run):
         for part, wanted in plans[members[0]].parts(name):
@@ -135,7 +135,7 @@ def test_a_large_network_fits_whose_parts_alone_do() -> None:
     assert own_weight_bytes(run, gpu=True) == 2 * (matrices // 8 + norms)
     found = plan_rollouts(run, 1.0)
     assert found.fits
-    assert found.relaying_seconds == 0.0  # its ranks train what they answer with
+    assert found.weight_sync_seconds == 0.0  # its ranks train what they answer with
     shards = run_from_dict(
         dict(
             model=dict(preset="llama3-70b"), layout=dict(tensor=8, shard=4), objective=answers,
@@ -144,5 +144,5 @@ def test_a_large_network_fits_whose_parts_alone_do() -> None:
         )
     )  # fmt: skip
     missing = 2 * (matrices + 8 * norms) / 8 * 3 / 4  # of which a rank has a quarter already
-    assert sum(Relaying(shards, 0).received_bytes(WIDTHS, 2)) == pytest.approx(missing, rel=1e-6)
-    assert missing / 900e9 < plan_rollouts(shards, 1.0).relaying_seconds < missing / 10e9
+    assert sum(WeightSync(shards, 0).received_bytes(WIDTHS, 2)) == pytest.approx(missing, rel=1e-6)
+    assert missing / 900e9 < plan_rollouts(shards, 1.0).weight_sync_seconds < missing / 10e9

@@ -141,7 +141,7 @@ def stage_of(run: Run, name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Relaying:
+class WeightSync:
     """The weights that one rank sends and receives so that the engines of its trainer replica have theirs."""
 
     run: Run
