@@ -130,10 +130,10 @@ def partial_seconds(job: Job, layers: tuple[Number, Number], ends: tuple[Number,
     uncut = uncut_parameters(job, layers, ends)
     size = (uncut.dense / zero + uncut.experts / expert_zero) * width
     whole = collective_seconds(job.cluster, "all_reduce", size, *span(job, "tensor"))
-    if not job.model.tied_embeddings or job.adapter.used:
+    if not job.model.tied_embeddings or job.adapter.used or job.layout.pipeline == 1:
         return whole, 0.0
     matrix = job.model.head_rows * job.model.hidden / job.layout.tensor / zero * width
-    return whole, (ends[0] - ends[1]) * _between_ends(job, matrix) * (job.layout.pipeline > 1)
+    return whole, (ends[0] - ends[1]) * _between_ends(job, matrix)
 
 
 def _between_ends(job: Job, size: Number) -> Number:
