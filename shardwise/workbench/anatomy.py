@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.plan.cost.flops import keys_seen, layers_of_stages
+from shardwise.plan.cost.flops import keys_seen
+from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.run import Run
 from shardwise.run.coordinates import GROUPS, group_span
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters

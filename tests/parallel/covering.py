@@ -11,7 +11,7 @@ import cases
 import pytest
 from layouts import AXES, KINDS, OBJECTIVES, Drawn, draw_tuned
 
-from shardwise.plan.cost.flops import layers_of_stages
+from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.run import Run
 from shardwise.run.sections.objective import FACTS
 

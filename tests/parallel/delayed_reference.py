@@ -12,7 +12,7 @@ import torch
 from shardwise.model.loss import LinearCrossEntropy
 from shardwise.model.transformer import make_stage
 from shardwise.parallel.objective import Microbatch
-from shardwise.plan.cost.flops import layers_of_stages
+from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.run import Run
 from shardwise.train.optimizers.schedule import learning_rate_factor
 from shardwise.train.step import TrainState

@@ -1,7 +1,7 @@
 """How many parameters a model has and how many FLOPs a token takes, added up from the table of parameters (`run/parameters.py`).
 
 The planner, the trainer's utilisation and the reports all read them here. Counts carry their convention, since "FLOPs" alone means
-four different things in the literature. Pipeline stages are balanced by them.
+four different things in the literature.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from itertools import accumulate, pairwise
+from functools import cache
 
-from shardwise.run import AdapterConfig, LayoutConfig, ModelConfig, Run
+from shardwise.run import AdapterConfig, ModelConfig
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters
 from shardwise.run.sections.adapter import NO_ADAPTER
-from shardwise.schedules import split_layers
 
 CONVENTION = "model FLOPs: causal attention, head in, embedding lookup out, recomputation out"
 
@@ -138,28 +136,3 @@ def training_flops(model: ModelConfig, seq_len: int, adapter: AdapterConfig = NO
         return 3.0 * whole
     attention = 2.0 * model.layers * keys_seen(model, seq_len) * model.heads * (model.head_dim + model.value_dim)
     return 2.0 * whole + attention
-
-
-def layers_of_stages(run: Run) -> list[range]:
-    """The layers of every stage of a run, in order; direction by direction where microbatches enter at both ends."""
-    return list(_ranges(stage_counts(run.model, run.layout, run.train.seq_len)) * run.layout.directions)
-
-
-@lru_cache(maxsize=256)
-def _ranges(counts: tuple[int, ...]) -> tuple[range, ...]:
-    """Cached: every rank of a long pipeline asks."""
-    return tuple(range(a, b) for a, b in pairwise([0, *accumulate(counts)]))
-
-
-def stage_counts(model: ModelConfig, layout: LayoutConfig, seq_len: int) -> tuple[int, ...]:
-    """How many layers every stage of one direction holds."""
-    return layout.stages or _balanced(model, layout.distinct_stages, seq_len)
-
-
-@lru_cache(maxsize=4096)
-def _balanced(model: ModelConfig, stages: int, seq_len: int) -> tuple[int, ...]:
-    each = {moe: layer_multiply_adds(model, moe, seq_len) for moe in set(map(model.is_moe, range(model.layers)))}
-    costs = [each[model.is_moe(layer)] for layer in range(model.layers)]
-    head = float(model.head_rows * model.hidden)
-    # An embedding looks rows up: next to nothing forward, a scattered addition backward.
-    return split_layers(costs, stages, first=float(model.hidden), last=head)

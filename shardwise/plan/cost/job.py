@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.hardware import Cluster, find_chip, load_profile, make_cluster
-from shardwise.plan.cost.flops import forward_flops, frozen_width, learned_share, stage_counts
+from shardwise.plan.cost.flops import forward_flops, frozen_width, learned_share
 from shardwise.plan.cost.frameworks import FRAMEWORKS, QLORA_HOST, Framework
+from shardwise.plan.cost.stages import stage_counts
 from shardwise.run import AdapterConfig, LayoutConfig, MemoryConfig, ModelConfig, Problem, Run, UserError
 from shardwise.run.derive import (
     CHUNK_BYTES,

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardwise.plan.cost.flops import layers_of_stages
+from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.plan.serving.pool import served_layers
 from shardwise.run import LayoutConfig, Run
 from shardwise.run.boxes import Box, box_of

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from shardwise.plan.cost.flops import layers_of_stages
+from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.plan.trainer.budgeted import recomputed
 from shardwise.run import Run
 from shardwise.run.coordinates import RankCoordinates
