@@ -32,10 +32,11 @@ from shardwise.parallel.expert import apply_expert
 from shardwise.parallel.local_parameter import LocalParameter, allocate_buffers, leaves, local_slice
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
+from shardwise.parallel.p2p import open_pairs
 from shardwise.parallel.pipeline import Pipeline, Stage, split_backward
 from shardwise.parallel.shard import Sharder, sharded_modules, wrap_ddp
 from shardwise.parallel.tensor import apply_tensor
-from shardwise.plan.cost.flops import layers_of_stages
+from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.plan.trainer.ends import handed_bytes
 from shardwise.run import Run
 from shardwise.run.boxes import box_of
@@ -146,6 +147,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
     pipeline.swap, pipeline.routed = swap, run.model.experts > 0
     if not frozen:
         _add_pipeline_groups(run, mesh, schedule)
+        open_pairs(mesh, schedule, device)
     return Parallel(mesh, [stage.model for stage in stages.values()], pipeline, parameters)
 
 

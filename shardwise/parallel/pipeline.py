@@ -33,7 +33,7 @@ from shardwise.parallel.fp8_all_gather import Scales
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.observer import Observers
-from shardwise.parallel.p2p import irecv, isend
+from shardwise.parallel.p2p import group_of, irecv, isend
 from shardwise.parallel.shard import end_forward_passes, reduce_deferred_gradients
 from shardwise.schedules import PASSES, Action, Message, Schedule, message_of, transfers
 from shardwise.schedules.make import cached_schedule
@@ -106,20 +106,16 @@ class P2PChannel:
         self.ranks = mesh.pipeline_ranks()
         self.me = mesh.index("pipeline")
         self.like = like
-        self.groups = (mesh.group("pipeline"), mesh.group("pipeline_back"))
+        self.mesh = mesh
         sent = transfers(schedule) if schedule is not None else {}
         self.expected = {sender: deque(them) for (sender, receiver), them in sent.items() if receiver == self.me}
         self.arriving: dict[Message, tuple[Tensor, Any]] = {}
         self.sending: list[tuple[Tensor, Any]] = []
 
-    def _group(self, sender: int, receiver: int) -> Any:
-        # Each direction has a communicator of its own, so that a send never queues behind a receive that waits for it.
-        return self.groups[sender > receiver]
-
     def send(self, x: Tensor, receiver: int) -> None:
         """Start sending; the tensor is held until it has been sent."""
         x = x.contiguous()
-        self.sending.append((x, isend(x, self.ranks[receiver], group=self._group(self.me, receiver))))
+        self.sending.append((x, isend(x, self.ranks[receiver], group_of(self.mesh, self.me, receiver))))
 
     def let_go(self) -> None:
         """Free the tensors that have been sent."""
@@ -130,7 +126,7 @@ class P2PChannel:
         while message not in self.arriving:
             following = self.expected[sender].popleft() if self.expected else message
             buffer = torch.empty_like(self.like)
-            work = irecv(buffer, self.ranks[sender], group=self._group(sender, self.me))
+            work = irecv(buffer, self.ranks[sender], group_of(self.mesh, sender, self.me))
             self.arriving[following] = (buffer, work)
 
     def receive(self, message: Message, sender: int) -> Tensor:

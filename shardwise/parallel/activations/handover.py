@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shardwise.parallel.activations.saving import Recomputable
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.p2p import irecv, isend
+from shardwise.parallel.p2p import group_of, irecv, isend
 from shardwise.schedules import Action, Schedule
 from shardwise.torch_private import is_fake, storage_key
 from shardwise.torch_private.fully_shard import gathered_tensors, local_shard, sharded_groups
@@ -164,9 +164,7 @@ class Handover:
         self.me, self.device, self.sizes, self.planned = me, device, sizes, planned
         partner = len(ranks) - 1 - me
         self.partner = ranks[partner]
-        both = mesh.group("pipeline"), mesh.group("pipeline_back")
-        # Each direction has its own communicator, as between stages.
-        self.out, self.back = both[me > partner], both[me < partner]
+        self.out, self.back = group_of(mesh, me, partner), group_of(mesh, partner, me)
         self.evicted = {(a.stage, a.microbatch) for a in schedule.ranks[me] if a.kind == "E"}
         self.held: dict[Key, SavedMicrobatch] = {}
         self.arriving: dict[Key, tuple[Tensor, Any]] = {}
