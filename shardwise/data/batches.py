@@ -119,7 +119,8 @@ class Samples:
         separate = self.separate_documents or self._packed
         positions = np.empty((len(numbers), self.length), dtype=np.int64) if separate else None
         documents = np.empty((len(numbers), self.length), dtype=np.int32) if separate else None
-        labels = np.zeros((len(numbers), self.length), dtype=np.int8) if self._labelled else None
+        # Sets without verdicts hold what is desirable.
+        labels = np.ones((len(numbers), self.length), dtype=np.int8) if self._labelled else None
         margins = np.zeros((len(numbers), self.length), dtype=np.float32) if self._margins else None
         targets = np.empty((len(numbers), self.length), dtype=np.int64)
         for row, (part_number, number) in enumerate(zip(chosen.tolist(), window.tolist(), strict=True)):

@@ -14,16 +14,19 @@ import torch
 
 from shardwise.checkpoint.resume import load_weights
 from shardwise.checkpoint.weights import load_model
-from shardwise.data.batches import IGNORE_INDEX, Batch
+from shardwise.data.batches import IGNORE_INDEX, Batch, Samples
 from shardwise.data.build import build
 from shardwise.data.chat.job import ChatOptions
 from shardwise.data.corpus import builtin_corpus
 from shardwise.data.mismatch import mismatched
 from shardwise.data.open import open_data
+from shardwise.data.pack import pack
 from shardwise.data.shards import TokenSet
-from shardwise.run import Run, UserError, run_from_dict
+from shardwise.parallel.mesh import Mesh
+from shardwise.run import LayoutConfig, Run, UserError, run_from_dict
 from shardwise.serve.prepare import check_served
 from shardwise.train import loop
+from shardwise.train.objectives import OBJECTIVES
 from shardwise.train.objectives.dpo import dpo_losses
 from shardwise.train.objectives.kto import kto_losses
 from shardwise.train.objectives.orpo import odds_ratio_losses
@@ -49,6 +52,29 @@ def test_the_odds_ratio_is_that_of_the_paper() -> None:
     chosen, rejected, *_ = logprobs(0)
     odds = [torch.exp(each) / (1 - torch.exp(each)) for each in (chosen, rejected)]
     torch.testing.assert_close(odds_ratio_losses(chosen, rejected), -torch.log(sigmoid(torch.log(odds[0] / odds[1]))))
+
+
+@pytest.mark.parametrize("kind", ["sft", "distill"])
+def test_a_set_without_verdicts_is_learned_beside_preferences(tmp_path: Path, kind: str) -> None:
+    rows = {
+        "chat": [dict(prompt=f"{n} ", completion=f"answer {n}") for n in range(9)],
+        "preferences": [dict(prompt=f"{n} ", chosen=f"good {n}", rejected=f"bad {n}") for n in range(9)],
+    }
+    sets = []
+    for name, each in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, each)))
+        build([tmp_path / f"{name}.jsonl"], tmp_path / name, workers=1, chat=ChatOptions())
+        sets.append(TokenSet.open(tmp_path / name))
+
+    def learned(*some: TokenSet) -> float:
+        samples = Samples([pack(tokens, 32) for tokens in some], 32)
+        objective = OBJECTIVES[kind](
+            cases.make_run("dense", {}, objective=kind), torch.device("cpu"), Mesh(LayoutConfig())
+        )
+        return objective.count(samples.take(np.arange(samples.count)))
+
+    assert learned(*sets) == learned(sets[0]) + learned(sets[1])
+    assert learned(sets[0]) > 0
 
 
 @pytest.mark.parametrize(("chosen", "rejected"), [(0.0, -1.0), (-1.0, 0.0), (6e-8, -1.0), (0.0, 0.0)])

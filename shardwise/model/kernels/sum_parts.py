@@ -16,8 +16,10 @@ AT_ONCE = 2048
 def _add(PARTS, OUT, numel, RANKS: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     total = tl.zeros((N,), tl.float32)
-    for rank in tl.static_range(RANKS):
-        total += tl.load(PARTS + rank * numel + place, mask=place < numel, other=0.0).to(tl.float32)
+    part = PARTS + place
+    for _ in tl.static_range(RANKS):
+        total += tl.load(part, mask=place < numel, other=0.0).to(tl.float32)
+        part += numel  # a step at a time: all parts together may have more elements than 32 bits count
     tl.store(OUT + place, total, mask=place < numel)
 
 
