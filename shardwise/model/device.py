@@ -18,11 +18,15 @@ def choose_device(wanted: str) -> torch.device:
         )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    # Expandable segments, unless the user chose otherwise: without them, the first steps fragment memory and large
-    # blocks no longer fit.
+    use_expandable_segments()
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def use_expandable_segments() -> None:
+    """Let PyTorch's memory on GPUs grow in place, unless the user chose otherwise: else the first steps fragment memory, and large
+    blocks no longer fit. PyTorch reads this once, when a process first uses a GPU, so it is called before that."""
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def recover_from_capture(stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:

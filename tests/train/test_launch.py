@@ -15,12 +15,13 @@ import pytest
 from patience import HANG_SECONDS
 from tiny_run import tiny_run, tiny_toml
 
+from shardwise.model.device import choose_device
 from shardwise.run import UserError, read_run
 from shardwise.train.faults.heartbeat import Heartbeat, read_heartbeat
 from shardwise.train.faults.ranks import _die_with_command, environment_of, threads_of
 from shardwise.train.loop import train
 from shardwise.train.processes.environment import RankEnvironment
-from shardwise.train.processes.launch import check_here
+from shardwise.train.processes.launch import check_here, chip_here, join
 from shardwise.train.progress.metrics import read_metrics
 
 KEYS = dict(steps=4, microbatch=1, dtype="float64", eval_every=2, eval_sequences=3)
@@ -163,6 +164,32 @@ def test_the_ranks_there_are_must_be_those_the_layout_needs() -> None:
         check_here(run, RankEnvironment(0, 3, 0, "", 0))
     with pytest.raises(UserError, match="torchrun or srun"):
         check_here(read_run(None, ["layout.shard=4", "cluster.nodes=2"]), None)
+
+
+@pytest.mark.parametrize("begins", ["join", "chip_here", "choose_device"])
+def test_memory_of_gpus_is_set_up_before_one_is_used(monkeypatch: pytest.MonkeyPatch, begins: str) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is as before behind the test
+        monkeypatch.delenv(name)
+    used: list[str | None] = []
+
+    def use(*_: object) -> None:
+        used.append(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", use)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda number: use() or "NVIDIA H200")
+    monkeypatch.setattr("torch.cuda.current_device", lambda: use() or 0)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: None)
+    if begins == "join":
+        join(RankEnvironment(0, 1, 0, "127.0.0.1", 0), tiny_run(device="auto"))
+    elif begins == "chip_here":
+        assert chip_here(tiny_run(device="auto")) == "h200-sxm"
+    else:
+        choose_device("auto")
+    assert used == ["expandable_segments:True"]
 
 
 def test_what_needs_a_gpu_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,10 +96,13 @@ def join(environment: RankEnvironment, run: Run) -> Placement:
     import torch
     import torch.distributed as dist
 
+    from shardwise.model.device import use_expandable_segments
+
     enable_flight_recorder(os.environ)
     gpus = torch.cuda.device_count() if run.train.device != "cpu" else 0
     placement = place(run, environment, gpus, dist.is_nccl_available())
     if gpus:
+        use_expandable_segments()
         torch.cuda.set_device(torch.device(placement.device))
     dist.init_process_group(
         placement.backend,
@@ -263,8 +266,11 @@ def chip_here(run: Run) -> str:
     """The catalogue's name for this machine's chip; empty if it is not in the catalogue."""
     import torch
 
+    from shardwise.model.device import use_expandable_segments
+
     if run.train.device == "cpu" or not torch.cuda.is_available():
         return "cpu"
+    use_expandable_segments()
     chip = chip_of_driver_name(torch.cuda.get_device_name(0))
     return chip.name if chip is not None else ""
 
