@@ -15,8 +15,11 @@ from shardwise.train.faults.recheck import Corruption
 from shardwise.train.step import TrainState
 
 
-def twice(rank: int, layout: dict[str, Any], corrupt: int | None, cache: str) -> str | float:
-    """The loss of a step that is rechecked, or what was found wrong with it. `corrupt` flips one bit of one gradient once."""
+def twice(
+    rank: int, layout: dict[str, Any], corrupt: int | None, cache: str, where: str = "layers.1.ffn"
+) -> str | float:
+    """The loss of a step that is rechecked, or what was found wrong with it. `corrupt` is the rank that flips one bit of one
+    gradient once: of the output of the module that is `where`."""
     import os
 
     os.environ["XDG_CACHE_HOME"] = cache
@@ -27,7 +30,7 @@ def twice(rank: int, layout: dict[str, Any], corrupt: int | None, cache: str) ->
     if rank == corrupt:
         calls = 0
 
-        def flip(module: Any, grads: Any, outputs: Any) -> Any:
+        def flip(module: Any, grads: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls != 3:
@@ -36,7 +39,7 @@ def twice(rank: int, layout: dict[str, Any], corrupt: int | None, cache: str) ->
             wrong.view(-1)[7:8].view(torch.int32).bitwise_xor_(1 << 20)
             return (wrong, *grads[1:])
 
-        train_state.model.layers["1"].ffn.register_full_backward_hook(flip)  # type: ignore[union-attr, index]
+        train_state.model.get_submodule(where).register_full_backward_pre_hook(flip)
     try:
         return train_state.train_step(batch, recheck=True).loss.item()
     except Corruption as e:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 
 from shardwise.data.batches import Batch
 from shardwise.parallel.local_parameter import local
@@ -40,16 +40,17 @@ def checksum(x: Tensor) -> Tensor:
 def own_gradients(found: list[Tensor]) -> Iterator[None]:
     """While open, the checksum of every gradient that this rank computes for a parameter is appended to `found`, in order.
 
-    `fully_shard` replaces its shards by unsharded parameters before a module runs, so hooks are registered on those just then.
+    `fully_shard` replaces the shards of a module by unsharded parameters before it runs, and back when it has run. Global hooks are
+    called before those of the module, so only those behind its forward pass see the unsharded parameters.
     """
     hooked: dict[int, Any] = {}
 
-    def register_hooks(module: nn.Module, _: Any) -> None:
+    def register_hooks(module: nn.Module, *_: Any) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in hooked:
                 hooked[id(parameter)] = parameter.register_hook(lambda grad: found.append(checksum(grad)))
 
-    hook = register_module_forward_pre_hook(register_hooks)
+    hook = register_module_forward_hook(register_hooks)
     try:
         yield
     finally:

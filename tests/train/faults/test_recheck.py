@@ -20,6 +20,11 @@ def test_a_flipped_bit_is_blamed_on_its_rank(ranks: RankPool, layout: dict[str, 
     assert said == ["rank 1 computed other gradients when step 2 was computed again"] * 2
 
 
+def test_a_flipped_bit_of_a_matrix_that_is_gathered_by_itself_is_blamed_on_its_rank(ranks: RankPool) -> None:
+    said = ranks.run(2, twice, {"shard": 2, "zero": 3}, 1, os.environ["XDG_CACHE_HOME"], "embed")
+    assert said == ["rank 1 computed other gradients when step 2 was computed again"] * 2
+
+
 def test_ranks_that_compute_a_sample_together_are_named_together(ranks: RankPool) -> None:
     said = ranks.run(2, twice, {"tensor": 2}, 0, os.environ["XDG_CACHE_HOME"])
     assert said[0] == said[1]
