@@ -24,6 +24,7 @@ from shardwise.run import Run, UserError, read_run
 from shardwise.run.write import to_toml
 from shardwise.train import loop
 from shardwise.train.loop import train
+from shardwise.train.processes.check import check
 from shardwise.train.progress.display import sparkline
 from shardwise.train.progress.metrics import read_metrics
 from shardwise.train.progress.result import StepResult
@@ -229,6 +230,43 @@ def test_weights_and_biases_knows_a_run_by_its_folder(tmp_path: Path, monkeypatc
     assert two["id"] not in (one["id"], "tiny")
     assert [keys["resume"] for keys in begun] == ["allow"] * 3
     assert {1, 2, 3} <= set(steps)
+
+
+class Unreachable:
+    """What Weights & Biases may do without a network or a key."""
+
+    def __init__(self, **keys: Any) -> None:
+        if keys["project"] == "nowhere":
+            raise RuntimeError("api_key not configured\nuse `wandb login`")
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        raise RuntimeError("the service is gone")
+
+
+@pytest.mark.parametrize(
+    ("project", "why"), [("nowhere", "api_key not configured"), ("somewhere", "the service is gone")]
+)
+def test_without_weights_and_biases_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], project: str, why: str
+) -> None:
+    fake = ModuleType("wandb")
+    fake.init = Unreachable  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    train(make_run(steps=2, wandb=project, eval_every=0, checkpoint_every=0), tmp_path)
+    assert len(losses(tmp_path)) == 2
+    said = "warning: the run at Weights & Biases cannot be written: {}; training goes on without it"
+    assert capsys.readouterr().out.count(said.format(why)) == 1
+
+
+def test_a_missing_package_is_found_before_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(wandb="project", tensorboard=True)
+    check(replace(run, train=replace(run.train, wandb="", tensorboard=False)), tmp_path)
+    for name in ("wandb", "tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(
+        UserError, match=r"(?s)train\.tensorboard needs TensorBoard.*train\.wandb needs Weights & Biases"
+    ):
+        check(run, tmp_path)
 
 
 def test_durations_and_curves_read_well() -> None:

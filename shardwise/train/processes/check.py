@@ -1,5 +1,5 @@
-"""Checks a run's data, weights and folder before any rank starts. The command that starts ranks imports nothing more than this: the
-training code takes seconds to import, and the fork server imports it meanwhile."""
+"""Checks a run's data, weights, packages and folder before any rank starts. The command that starts ranks imports nothing more than
+this: the training code takes seconds to import, and the fork server imports it meanwhile."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from shardwise.run import ModelConfig, Run
 from shardwise.run.sections.objective import FACTS
 from shardwise.run.teacher import teacher_model
 from shardwise.train.batches.source import Source, TokenSource
+from shardwise.train.progress.metrics import check_installed
 
 OpenSource = Callable[[Run], Source]
 """Opens the source of a run's batches."""
 
 
 def check(run: Run, out: Path, open_source: OpenSource = TokenSource) -> None:
-    """Raise an error if a run's data, weights or folder are wrong, before any rank starts. With several machines the folder is not
-    checked: a machine that starts later finds it in use by the very run that it joins."""
+    """Raise an error if a run's data, weights, packages or folder are wrong, before any rank starts. With several machines the
+    folder is not checked: a machine that starts later finds it in use by the very run that it joins."""
+    check_installed(run)
     open_source(run)
     # A run with checkpoints resumes from those and no longer needs the weights it started from, unless it trains adapters only.
     if run.train.weights and (run.adapter.used or not complete(out)):

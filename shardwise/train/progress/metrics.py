@@ -16,6 +16,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from shardwise.run import Run, UserError, to_dict
 from shardwise.run.problems import install
 
 FILE = "metrics.jsonl"
-WANDB_ID = "wandb-id"
+WANDB, WANDB_ID = "the run at Weights & Biases", "wandb-id"
 
 
 def append_record(path: Path, record: dict[str, Any]) -> OSError | None:
@@ -83,7 +84,7 @@ class Metrics:
         self.board = self.wandb = None
         with self._tolerated("TensorBoard's file"):
             self.board = _open_tensorboard(folder, resumed_step) if run.train.tensorboard else None
-        with self._tolerated("Weights & Biases' folder"):
+        with self._tolerated(WANDB, Exception):
             self.wandb = _open_wandb(folder, run, self._wandb_id(folder)) if run.train.wandb else None
 
     def record(self, **values: Any) -> None:
@@ -101,7 +102,10 @@ class Metrics:
                     board.add_scalar(key, value, values["step"])
                 self.board = board  # after a failure it stays None: else it would fail at every step
         if self.wandb is not None:
-            self.wandb.log(numbers, step=values["step"])
+            service, self.wandb = self.wandb, None
+            with self._tolerated(WANDB, Exception):
+                service.log(numbers, step=values["step"])
+                self.wandb = service
 
     def _wandb_id(self, folder: Path) -> str:
         """The Weights & Biases id of this folder's run. Two folders may have a run of the same name; one folder has one run,
@@ -115,12 +119,16 @@ class Metrics:
         return identity
 
     @contextmanager
-    def _tolerated(self, what: object) -> Iterator[None]:
-        """Turn an I/O error into a warning: a disk that cannot be written loses records, but must not end the run."""
+    def _tolerated(self, what: object, errors: type[Exception] = OSError) -> Iterator[None]:
+        """Turn an error into a warning: a disk that cannot be written, or a service that cannot be reached, loses records, but must
+        not end the run."""
         try:
             yield
-        except OSError as e:
-            self.log(f"warning: {what} cannot be written: {e.strerror}; training goes on without it")
+        except UserError:
+            raise
+        except errors as e:
+            reason = getattr(e, "strerror", None) or next(iter(str(e).splitlines()), type(e).__name__)
+            self.log(f"warning: {what} cannot be written: {reason}; training goes on without it")
 
     def close(self) -> None:
         """Flush and close everything."""
@@ -128,7 +136,8 @@ class Metrics:
             with self._tolerated("TensorBoard's file"):
                 self.board.close()
         if self.wandb is not None:
-            self.wandb.finish()
+            with self._tolerated(WANDB, Exception):
+                self.wandb.finish()
 
 
 def _length_up_to(path: Path, step: int) -> int:
@@ -141,11 +150,24 @@ def _length_up_to(path: Path, step: int) -> int:
     return length
 
 
+def check_installed(run: Run) -> None:
+    """Raise an error if a package that the metrics need is missing."""
+    asked = {"tensorboard": run.train.tensorboard, "wandb": run.train.wandb}
+    missing = [_missing(package) for package, wanted in asked.items() if wanted and find_spec(package) is None]
+    if missing:
+        raise UserError(*missing)
+
+
+def _missing(package: str) -> str:
+    called = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}[package]
+    return f"train.{package} needs {called}: {install(package)}"
+
+
 def _open_tensorboard(folder: Path, resumed_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise UserError(f"train.tensorboard needs TensorBoard: {install('tensorboard')}") from None
+        raise UserError(_missing("tensorboard")) from None
     # Events after the resumed step would otherwise be shown twice.
     return SummaryWriter(folder / "tensorboard", purge_step=resumed_step + 1)
 
@@ -154,7 +176,7 @@ def _open_wandb(folder: Path, run: Run, identity: str) -> Any:
     try:
         import wandb
     except ImportError:
-        raise UserError(f"train.wandb needs Weights & Biases: {install('wandb')}") from None
+        raise UserError(_missing("wandb")) from None
     return wandb.init(
         project=run.train.wandb, name=run.name, dir=folder, config=to_dict(run), resume="allow", id=identity
     )
