@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -86,6 +86,11 @@ class Rollouts:
         self.weights.follow(runner.model)
         self.engine = Engine(runner, run.serve, pages, seed=run.train.seed)
 
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream of what is sampled in the background. PyTorch keeps the freed memory of each stream for that stream."""
+        return torch.cuda.Stream()
+
     @property
     def beside_training(self) -> bool:
         """Whether it may sample while the same rank trains: if its ranks communicate over gloo, or if there is only one."""
@@ -104,14 +109,15 @@ class Rollouts:
         draw = partial(self.draw, prompts, places, batch, sampling, group)
         if self.weights.state.device.type != "cuda":
             return draw
+        stream = self.stream
         ready = torch.cuda.Event()
         ready.record()
 
         def draw_on_stream() -> Drawn:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                torch.cuda.current_stream().wait_event(ready)
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
                 drawn = draw()
-                torch.cuda.current_stream().synchronize()
+                stream.synchronize()
             return drawn
 
         return draw_on_stream

@@ -12,6 +12,8 @@ from parallel_pool import RankPool
 from tiny_run import tiny_run
 
 from shardwise.launch.job import estimate
+from shardwise.measure.counts.traffic import Traffic, TrafficCounter
+from shardwise.measure.verify import random_batch
 from shardwise.run import Run, UserError, run_from_dict
 from shardwise.train.loop import train
 from shardwise.train.progress.metrics import read_metrics
@@ -60,6 +62,28 @@ def test_a_sample_is_what_the_network_says() -> None:
         model.head.weight[7, 0] = 1e4
     made = continued(state, torch.tensor([[1, 2], [3, 4]]), 4, 0)
     assert made.tolist() == [[1, 2, 7, 7, 7, 7], [3, 4, 7, 7, 7, 7]]
+
+
+def messages_behind_samples(rank: int, run: Run) -> list[Traffic]:
+    """The messages of a step, and of a step behind samples."""
+    state, found = TrainState(run), []
+    batch = random_batch(run, rank)
+    for samples in (False, True):
+        if samples:
+            continued(state, torch.tensor([[1, 2], [3, 4]]), 2, 0)
+            state.parallel.models[0].train()
+        with TrafficCounter(state.mesh.axes_by_group()) as counter:
+            state.train_step(batch)
+        found.append(counter.messages)
+    return found
+
+
+def test_samples_leave_nothing_for_a_backward_pass(ranks: RankPool) -> None:
+    """Layers are gathered from all ranks again, and not from secondary shards. The head stays gathered, as behind any pass."""
+    run = sampled(layout=dict(shard=4, zero=3, secondary_shard=2))
+    for plain, behind in ranks.run(4, messages_behind_samples, run):
+        assert plain - behind == {("zero", "all_gather"): 1}
+        assert not behind - plain
 
 
 @pytest.mark.parametrize(

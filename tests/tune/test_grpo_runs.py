@@ -6,8 +6,11 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,7 +27,7 @@ from shardwise.train.loop import train
 from shardwise.train.progress.metrics import read_metrics
 from shardwise.train.step import TrainState
 from shardwise.tune.grpo import GrpoSource
-from shardwise.tune.rollouts import sampling_of
+from shardwise.tune.rollouts import Rollouts, sampling_of
 from shardwise.tune.source import source_of
 
 
@@ -250,3 +253,18 @@ def test_answers_made_ahead_are_of_the_weights_one_round_before(task: Path, tmp_
     assert np.array_equal(source.answers.tokens, first.tokens)
     state.train_step(next(batches))
     assert np.array_equal(source.answers.tokens, second.tokens)
+
+
+def test_rounds_in_the_background_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts: Any = object.__new__(Rollouts)
+    rollouts.weights = SimpleNamespace(state=SimpleNamespace(device=torch.device("cuda")))
+    rollouts.draw = lambda *_: None
+    made, used = mock.Mock(side_effect=lambda: mock.Mock()), list[Any]()
+    monkeypatch.setattr("torch.cuda.Stream", made)
+    monkeypatch.setattr("torch.cuda.Event", mock.Mock())
+    monkeypatch.setattr("torch.cuda.current_stream", mock.Mock())
+    monkeypatch.setattr("torch.cuda.stream", lambda stream: used.append(stream) or nullcontext())
+    for number in range(3):
+        rollouts.in_background([], [], number, None, 1)()
+    assert made.call_count == 1
+    assert used == [used[0]] * 3

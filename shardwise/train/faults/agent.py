@@ -163,7 +163,8 @@ class Agent(SimpleElasticAgent):
         self.started = False
         if self.stop.wanted:
             raise Preempted
-        time.sleep(self.wait)
+        wait, self.wait = self.wait, 0.0  # machines that join or leave later are no failure
+        time.sleep(wait)
         super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:

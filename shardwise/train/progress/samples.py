@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwise.data.batches import Samples
 from shardwise.data.order import key_of
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.parallel.shard import end_forward_passes
 from shardwise.run.rules.objective import prompt_tokens
 from shardwise.train.step import TrainState
 
@@ -62,4 +63,5 @@ def continued(state: TrainState, prompts: Tensor, tokens: int, place: int) -> Te
         chances = torch.softmax(torch.nan_to_num(logits, nan=0.0, posinf=0.0, neginf=-1e30), -1)
         drawn = [torch.multinomial(each, 1, generator=draw) for each, draw in zip(chances, draws, strict=True)]
         rows[:, at] = torch.cat(drawn).to(rows.device)
+    end_forward_passes(model, state.mesh)
     return rows[:, : start + tokens].cpu()
