@@ -27,7 +27,7 @@ from shardwise.serve.leader import Leader
 from shardwise.serve.prepare import check_served, draft_runner_of, load_draft, memory_of, runner_of
 from shardwise.serve.request import Finish, Logprob, Output, Request, Stats
 from shardwise.serve.runner import Row, Runner
-from shardwise.serve.sampler import logprobs_of, read_logprobs, seed_of
+from shardwise.serve.sampler import read_logprobs, seed_of
 from shardwise.serve.speculate.draft import DraftModel
 from shardwise.serve.speculate.drafter import DraftCounts, Drafter
 from shardwise.serve.speculate.ngram import NgramDrafter
@@ -118,9 +118,9 @@ class Engine:
 
     def warm(self) -> None:
         """Do now what the first requests would otherwise wait for: compile kernels and capture CUDA graphs."""
-        self.runner.warm(self.scheduler.settings.max_step_tokens)
+        self.runner.warm(self.scheduler.settings.max_step_tokens, self.host_pages)
         if self.drafter is not None:
-            self.drafter.warm(self.scheduler.settings.max_step_tokens)
+            self.drafter.warm(self.scheduler.settings.max_step_tokens, self.host_pages)
 
     @property
     def idle(self) -> bool:
@@ -177,11 +177,14 @@ class Engine:
             self.drafter.fill(step, changes)
         order = order_of(step.chunks)
         rows = [self._row(step.chunks[n], n < step.decoding) for n in order]
-        keeps = any(self._wants_prompt(chunk) for chunk in step.chunks[step.decoding :])
-        launched = self.runner.launch(rows, self._masks(step, order), keeps)
+        asked = []
+        if step.decoding < len(rows):
+            owners = [self.by_sequence[step.chunks[n].sequence] for n in order]
+            asked = [(own, row.wanted) for own, row in zip(owners, rows, strict=True) if row.wanted]
+        launched = self.runner.launch(rows, self._masks(step, order), bool(asked))
         self.steps += 1
         self.computed_tokens += step.tokens
-        return LaunchedStep(step, order, launched)
+        return LaunchedStep(step, order, launched, asked)
 
     def _row(self, chunk: Chunk, decoding: bool) -> Row:
         sequence, start, count = chunk.sequence, chunk.start, chunk.count
@@ -192,7 +195,8 @@ class Engine:
             tokens = [sequence.tokens[start], *sequence.drafts]
         else:
             tokens = sequence.tokens[start : start + count]
-        return Row(sequence.slot + 1, start, tokens, count, chunk.samples)
+        wanted = None if decoding else self.by_sequence[sequence].wants(chunk)
+        return Row(sequence.slot + 1, start, tokens, count, chunk.samples, wanted)
 
     def _masks(self, step: Step, order: list[int]) -> np.ndarray | None:
         """Bit masks of the tokens that grammars allow next; None if no sampled sequence has a grammar."""
@@ -232,8 +236,7 @@ class Engine:
         """Read the sampled tokens of a step."""
         step, launched = under_way.step, under_way.launched
         tokens = launched.read()
-        if launched.logits is not None:
-            self._read_prompts(under_way)
+        under_way.read_prompts()
         logprobs: list[Logprob | None] = []
         picked, chunks = launched.picked, step.chunks
         if picked is not None and picked.logprobs is not None and picked.top is not None:
@@ -319,37 +322,6 @@ class Engine:
         left.remove(answer)
         if not left:
             del self.answers[answer.request.id]
-
-    def _wants_prompt(self, chunk: Chunk) -> bool:
-        answer = self.by_sequence[chunk.sequence]
-        return answer.request.sampling.prompt_logprobs is not None and chunk.start < chunk.sequence.prompt - 1
-
-    def _read_prompts(self, under_way: LaunchedStep) -> None:
-        """Compute the logprobs of prompt tokens."""
-        assert under_way.launched.logits is not None
-        first = 0
-        for n in under_way.order:
-            chunk = under_way.step.chunks[n]
-            logits = under_way.launched.logits[first : first + chunk.count]
-            first += chunk.count
-            answer = self.by_sequence.get(chunk.sequence)
-            if answer is None or not self._wants_prompt(chunk):
-                continue
-            most = answer.request.sampling.prompt_logprobs
-            assert most is not None
-            following = chunk.sequence.tokens[
-                chunk.start + 1 : min(chunk.start + chunk.count + 1, chunk.sequence.prompt)
-            ]
-            # A preempted prompt is recomputed, perhaps in other chunks.
-            known = max(0, len(answer.prompt_logprobs) - 1 - chunk.start)
-            following, logits = following[known:], logits[known : len(following)]
-            if not following:
-                continue
-            values = logprobs_of(
-                logits, torch.tensor(following, device=logits.device), most, self.runner.model.invariant
-            )
-            answer.prompt_logprobs = answer.prompt_logprobs or [None]
-            answer.prompt_logprobs += read_logprobs(following, *values, [most] * len(following))
 
 
 def engine_of(

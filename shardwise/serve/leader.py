@@ -59,9 +59,9 @@ class Leader:
         self.later.append((calls, later))
         return later
 
-    def warm(self, step_tokens: int) -> None:
+    def warm(self, step_tokens: int, host_pages: int = 0) -> None:
         """Same as the runner's, on all ranks."""
-        perform(self.runner, self._tell("warm", (step_tokens,)))
+        perform(self.runner, self._tell("warm", (step_tokens, host_pages)))
 
     def close(self) -> None:
         """Tell the other ranks to end."""
@@ -79,7 +79,7 @@ class Leader:
 def _packed(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a launch, with rows as plain tuples, which cost a fraction to send."""
     rows, *rest = arguments
-    return [(row.slot, row.start, row.tokens, row.count, row.samples) for row in rows], *rest
+    return [(row.slot, row.start, row.tokens, row.count, row.samples, row.wanted) for row in rows], *rest
 
 
 class _ToldSampler:

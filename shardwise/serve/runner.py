@@ -23,6 +23,8 @@ from shardwise.model.gemm.decoding import DecodingGemms
 from shardwise.model.paged import PagedBatch, PagedCache
 from shardwise.model.transformer import Transformer
 from shardwise.schedules.serving.settings import graph_sizes, is_short, shared_sizes
+from shardwise.serve.host_pages import HostPages
+from shardwise.serve.prompts import Wanted, score_prompts
 from shardwise.serve.sampler import Picked, Sampler, on_host, send
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ class Row:
     samples: int
     """How many of the new tokens, counted from the end, sample a next token: all of them if they are a token and drafts to
     verify."""
+    wanted: Wanted | None = None
+    """Tokens of its prompt whose logprobs are asked for."""
 
     @property
     def single(self) -> bool:
@@ -75,19 +79,17 @@ class Launched:
     picked: Picked | None
     """The sampled tokens of all rows that sample, one row after the other."""
     slots: list[int] = field(default_factory=list)
-    logits: Tensor | None = None
-    """Logits of all new tokens, if a prompt's logprobs were asked for."""
+    logits: Picked | None = None
+    """What was kept of the logits of prompts: the logprobs that rows want, one row after the other."""
     done: torch.cuda.Event | None = None
     tokens: Tensor | None = None
     """The sampled tokens, on the host once the step is done."""
 
     def read(self) -> list[int]:
-        """The sampled tokens; waits for them."""
-        if self.tokens is None:
-            return []
+        """The sampled tokens; waits for the step."""
         if self.done is not None:
             self.done.synchronize()
-        return self.tokens.tolist()
+        return [] if self.tokens is None else self.tokens.tolist()
 
 
 def guesses(rows: Sequence[Row]) -> list[Sequence[int]]:
@@ -142,7 +144,7 @@ class Runner:
         wide = -(-longest // page_tokens)
         self.table = torch.zeros(sequences + 1, wide, dtype=torch.int32, device=self.device)
         self.sampler = Sampler(sequences + 1, model.config.vocab, self.device, model.invariant, rows)
-        self.host: list[Tensor] = []
+        self.host = HostPages(self.cache.tensors())
         self.drafts, self.sizes, self.shared_sizes = drafts, graph_sizes(sequences), shared_sizes(sequences, drafts)
         self.pool: Any = None
         self.graphs: dict[tuple[int, bool], Recorded] = {}
@@ -158,16 +160,7 @@ class Runner:
 
     def swap(self, out: Sequence[tuple[int, int]], back: Sequence[tuple[int, int]], host_pages: int) -> None:
         """Copy pages `out` to host memory, which has room for `host_pages`, and others `back` to the device."""
-        if not out and not back:
-            return
-        tensors = self.cache.tensors()
-        if not self.host:
-            self.host = [torch.empty(host_pages, *t.shape[1:], dtype=t.dtype, pin_memory=self.gpu) for t in tensors]
-        for device, host in zip(tensors, self.host, strict=True):
-            for page, kept in out:
-                host[kept].copy_(device[page], non_blocking=True)
-            for kept, page in back:
-                device[page].copy_(host[kept], non_blocking=True)
+        self.host.swap(out, back, host_pages)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages; each pair is (from, to)."""
@@ -178,49 +171,54 @@ class Runner:
     @torch.inference_mode()
     def launch(self, rows: list[Row], masks: np.ndarray | None = None, keep_logits: bool = False) -> Launched:
         """Launch a step, in which rows with one new token or with drafts come first; returns while the device works. `masks`: the
-        bits of the allowed tokens."""
+        bits of the allowed tokens. `keep_logits`: whether a row wants logprobs of its prompt."""
         behind = guesses(rows)
         recorded = self._recorded(rows) if self.records and not keep_logits else None
         if any(row.count > 1 for row in rows):
             rows = [single for row in rows for single in (row.singles() if recorded or row.single else [row])]
         decodes = sum(row.count == 1 for row in rows)
         decoded: Tensor | None = None
-        found: Tensor | tuple[Tensor, Tensor]
+        kept: Picked | None = None
         if recorded:
-            found, decoded = self._decode(rows, *recorded)
+            logits, decoded = self._decode(rows, *recorded)
         else:
-            found = self._mixed(rows, decodes, keep_logits)
-        launched = Launched(None, [])
-        if isinstance(found, tuple):
-            logits, launched.logits = found
-        else:
-            logits = found
+            logits, kept = self._mixed(rows, decodes, keep_logits)
+        launched = Launched(None, logits=kept)
         if not self.model.last:
             return launched
         launched.slots, positions = sampled(rows)
-        if not launched.slots:
-            return launched
-        plain = masks is None and self.sampler.is_plain(launched.slots)
-        if decoded is not None and plain:
-            launched.picked = Picked(decoded)
-        else:
-            self.sampler.prepare()
-            there = self.send(np.asarray((launched.slots, positions), np.int32))
-            if plain:
-                launched.picked = Picked(self.sampler.pick_plain(logits, there[0], there[1]))
-            else:
-                allowed = None if masks is None else self.send(masks)
-                launched.picked = self.sampler.pick(logits, launched.slots, there[0], there[1], allowed, behind)
-        self.sampler.add_logprobs(launched.picked, logits, launched.slots)
-        if self.gpu:
-            launched.picked = launched.picked.to_host()
+        if launched.slots:
+            launched.picked = self._pick(logits, decoded, launched.slots, positions, masks, behind)
+        if self.gpu and (launched.picked or kept):
+            launched.picked = launched.picked and launched.picked.to_host()
+            launched.logits = kept and kept.to_host()
             launched.done = torch.cuda.Event()
             launched.done.record()
-        launched.tokens = launched.picked.tokens
+        launched.tokens = None if launched.picked is None else launched.picked.tokens
         return launched
 
-    def _mixed(self, rows: list[Row], decodes: int, keep_logits: bool) -> Tensor | tuple[Tensor, Tensor]:
-        """Any step, launched kernel by kernel: returns the logits to sample from, or the residual stream that a stage sends on."""
+    def _pick(
+        self, logits: Tensor, decoded: Tensor | None, slots: list[int], positions: list[int], masks: np.ndarray | None,
+        behind: Sequence[Sequence[int]],
+    ) -> Picked:  # fmt: skip
+        """Sample from the logits of these slots. `decoded`: tokens that were sampled from them by their temperature alone."""
+        plain = masks is None and self.sampler.is_plain(slots)
+        if decoded is not None and plain:
+            picked = Picked(decoded)
+        else:
+            self.sampler.prepare()
+            there = self.send(np.asarray((slots, positions), np.int32))
+            if plain:
+                picked = Picked(self.sampler.pick_plain(logits, there[0], there[1]))
+            else:
+                allowed = None if masks is None else self.send(masks)
+                picked = self.sampler.pick(logits, slots, there[0], there[1], allowed, behind)
+        self.sampler.add_logprobs(picked, logits, slots)
+        return picked
+
+    def _mixed(self, rows: list[Row], decodes: int, keep_logits: bool) -> tuple[Tensor, Picked | None]:
+        """Any step, launched kernel by kernel: returns the logits to sample from, or the residual stream that a stage sends on; and
+        what rows want to know of their prompts."""
         counts = np.asarray([row.count for row in rows], np.int32)
         starts = np.asarray([row.start for row in rows], np.int32)
         ends = counts.cumsum(dtype=np.int32)
@@ -260,12 +258,13 @@ class Runner:
         if 0 < self.fused == len(self.model.layers) and self.model.last and not keep_logits:
             batch.wanted = asked
         self.cache.begin(batch)
-        kept: list[Tensor] = []
+        kept: list[Picked] = []
 
         def finish(x: Tensor, weight: Tensor) -> Tensor:
             if keep_logits:
-                kept.append(self._logits(x[0], weight))
-                return kept[0][asked]
+                pairs = zip(rows, (ends - counts).tolist(), strict=True)
+                prompts = [(start, row.wanted) for row, start in pairs if row.wanted]
+                kept.append(score_prompts(x[0], prompts, lambda some: self._logits(some, weight), self.model.invariant))
             return self._logits(x[0] if batch.wanted is not None else x[0][asked], weight)
 
         x = ids
@@ -275,8 +274,8 @@ class Runner:
         scores = self.model(x[None], positions_there[None], cache=self.cache, finish=finish).result
         if not self.model.last:
             self._hand_on(scores[0])
-            return scores[0]
-        return (scores, kept[0]) if keep_logits else scores
+            return scores[0], None
+        return scores, kept[0] if kept else None
 
     def _hand_on(self, x: Tensor) -> None:
         """Send the residual stream to the next stage."""
@@ -288,9 +287,11 @@ class Runner:
         logits = self.unembed(x, weight)
         return logits if self.peers is None else self.peers.gather(logits, self.model.config.vocab)
 
-    def warm(self, step_tokens: int) -> None:
+    def warm(self, step_tokens: int, host_pages: int = 0) -> None:
         """Capture all CUDA graphs now, the largest first, so that the smaller ones reuse its memory; without this, each is
-        captured when it is first needed. Also compile the kernels of steps with prompts, in the largest step that can occur."""
+        captured when it is first needed. Also compile the kernels of steps with prompts, in the largest step that can occur, and
+        allocate room for the pages that may be swapped to the host."""
+        self.host.allocate(host_pages)
         if not self.gpu:
             return
         with torch.inference_mode():

@@ -269,7 +269,8 @@ def logprobs_of(
         logprobs = log_softmax(logits)
         values, indices = logprobs.topk(0)
         if most:  # the order of equal logprobs must not depend on the batch either
-            values, indices = (x[:, :most] for x in logprobs.sort(dim=-1, descending=True, stable=True))
+            # A copy: the whole order of the vocabulary would be kept with a view.
+            values, indices = (x[:, :most].clone() for x in logprobs.sort(dim=-1, descending=True, stable=True))
     return logprobs.gather(1, tokens[:, None].clamp(min=0))[:, 0], (indices, values)
 
 

@@ -6,17 +6,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from drawn_schedules import TOKENS, check_schedule
 from engines import FAMILIES, VOCAB, answers, engine_of, expected, expected_of_prompt, tokens_of
 from patience import HANG_SECONDS
 
-from shardwise.run import UserError
+from shardwise.measure.counts.memory import Storages
+from shardwise.plan.serving.pool import PROMPT_ROWS, activation_bytes
+from shardwise.run import ModelConfig, Run, UserError
+from shardwise.run.derive import derive_model
 from shardwise.run.sections.serve import ServeConfig
+from shardwise.serve.prompts import Wanted, score_prompts
 from shardwise.serve.request import Request, Sampling
+from shardwise.serve.runner import Launched, Row, Runner
+from shardwise.serve.speculate.draft import DraftModel
 
 SCHEDULES, LARGE = 60, 1_000
 """How many the tiers play; `schedules.py --count 10000` is the campaign."""
@@ -142,6 +150,73 @@ def test_logprobs_of_a_prompt_that_is_computed_again_in_other_chunks() -> None:
     found = next(output.prompt_logprobs for output in outputs if output.request == "late")
     assert [each and each.token for each in found] == [None, *prompt[1:]]
     assert [each.logprob for each in found[1:] if each] == pytest.approx(expected_of_prompt("llama", prompt), abs=1e-9)
+
+
+def test_logprobs_of_a_long_prompt_are_made_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its logits, in float32 and with their logarithms, would not fit a GPU beside the pages."""
+    from shardwise.serve import prompts
+
+    monkeypatch.setattr(prompts, "PROMPT_ROWS", 4)
+    made, make = [], Runner._logits
+
+    def counted(self: Runner, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        made.append(len(x))
+        return make(self, x, weight)
+
+    monkeypatch.setattr(Runner, "_logits", counted)
+    prompt = tuple(range(3, 33))
+    for top in (0, 2):
+        engine = engine_of("llama", ServeConfig(max_sequences=2, page_tokens=4), 64)
+        found = answers(engine, [Request("r", prompt, 2, Sampling(0.0, prompt_logprobs=top))])
+        _, *others = found["r", 0][0].prompt_logprobs
+        assert [each.logprob for each in others if each] == pytest.approx(expected_of_prompt("llama", prompt), abs=1e-9)
+        assert {len(each.top) for each in others if each} == {top}
+    assert max(made) == 4
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_plan_has_room_for_the_logits_of_prompts(invariant: bool) -> None:
+    hidden, vocab, tokens = 64, 3_000, 2 * PROMPT_ROWS + 1
+    model = derive_model(ModelConfig(layers=1, hidden=hidden, heads=1, vocab=vocab), 64)
+    run = Run(model=model, serve=ServeConfig(max_sequences=1, max_step_tokens=tokens, invariant=invariant))
+    run = replace(run, train=replace(run.train, dtype="bfloat16"))
+    rows, weight = torch.ones(tokens, hidden, dtype=torch.bfloat16), torch.ones(hidden, vocab, dtype=torch.bfloat16)
+    wanted = Wanted(0, [1] * (tokens - 1), 2)
+    with Storages() as storages:
+        score_prompts(rows, [(0, wanted)], lambda some: some @ weight, invariant)
+    assert PROMPT_ROWS * vocab * 4 < storages.peak <= activation_bytes(run)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_logprobs_of_a_prompt_are_made_once(ahead: bool) -> None:
+    """Not again where a prompt is computed again, be it that of a fork whose pages were needed."""
+    prompt = tuple(range(3, 20))
+    settings = ServeConfig(max_sequences=4, max_step_tokens=8, page_tokens=2, prefix_cache=False)
+    engine, asked = engine_of("llama", settings, 22, ahead=ahead), []
+    launch = engine.runner.launch
+
+    def noted(rows: list[Row], masks: np.ndarray | None = None, keep_logits: bool = False) -> Launched:
+        asked.extend([token for row in rows if row.wanted for token in row.wanted.tokens])
+        assert keep_logits == any(row.wanted for row in rows)
+        return launch(rows, masks, keep_logits)
+
+    engine.runner.launch = noted  # type: ignore[method-assign]
+    requests = [Request("r", prompt, 16, Sampling(0.0, prompt_logprobs=1), n=3), Request("other", prompt[:4], 20)]
+    found = answers(engine, requests)
+    assert engine.stats().computed_tokens > 3 * len(prompt) + 16 * 3 + 24, "prompts were computed again"
+    assert asked == list(prompt[1:])
+    own = found["r", 0][0].prompt_logprobs
+    assert [each.logprob for each in own[1:] if each] == pytest.approx(expected_of_prompt("llama", prompt), abs=1e-9)
+
+
+def test_room_for_swapped_pages_is_allocated_before_the_first_request() -> None:
+    """In pinned memory that takes seconds."""
+    settings = ServeConfig(max_sequences=2, page_tokens=4, preemption="swap", speculate="draft")
+    engine = engine_of("llama", settings, 64, host_pages=5)
+    engine.warm()
+    assert isinstance(engine.drafter, DraftModel)
+    for runner in (engine.runner, engine.drafter.runner):
+        assert {len(tensor) for tensor in runner.host._host} == {5}  # type: ignore[union-attr]
 
 
 def test_a_reader_may_end_an_answer() -> None:

@@ -9,12 +9,15 @@ from dataclasses import dataclass, replace
 
 from shardwise.hardware.chips import CHIPS, Chip
 from shardwise.hardware.engine_facts import engine_facts
-from shardwise.plan.cost.flops import layers_of_stages
+from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.run import LayoutConfig, ModelConfig, Run
 from shardwise.run.draft import draft_model, drafts
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters
 from shardwise.run.served import ServingRank
 from shardwise.run.weights import BYTES, FORMATS, is_reduced, parameter_bytes
+
+PROMPT_ROWS = 256
+"""Tokens whose logits are made at once where logprobs of a prompt are asked for."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,10 @@ def weight_bytes(run: Run, stage: int = 0) -> int:
 
 
 def activation_bytes(run: Run, stage: int = 0, packed: bool = False) -> int:
-    """Peak bytes of the largest step besides weights and pages: the residual stream and the widest part of a layer; on the stage
-    that samples, the logits of every sequence, all-gathered over tensor ranks, and the copies that sampling makes; and one
-    quantized matrix that is dequantized for its GEMM."""
+    """Peak bytes of the largest step besides weights and pages: the residual stream and the widest part of a layer, or behind the
+    last layer the logits of some prompt tokens, whose logprobs are computed in float32; on the stage that samples, the logits of
+    every sequence, all-gathered over tensor ranks, and the copies that sampling makes; and one quantized matrix that is
+    dequantized for its GEMM."""
     model, serve, layout = run.model, run.serve, run.layout
     tokens, each, tensor = serve.max_step_tokens, BYTES[run.train.dtype], layout.tensor
     wide = max(2 * model.ffn, model.heads * model.key_dim + token_elements(model))
@@ -95,11 +99,12 @@ def activation_bytes(run: Run, stage: int = 0, packed: bool = False) -> int:
     if serve.invariant and layout.world > layout.replicate * layout.pipeline:  # partial sums, and each expert's output
         apart = tensor * (tensor > 1) + (model.experts_per_token if model.experts else 0)
         layer += tokens * model.hidden * apart * each
-    logits = (
-        min(serve.max_sequences * (1 + drafts(run)), tokens)
-        * model.vocab
-        * (each + 4 + (2 * each / tensor if tensor > 1 else 0))
-    )
+    gathered = 2 * each / tensor if tensor > 1 else 0
+    logits = min(serve.max_sequences * (1 + drafts(run)), tokens) * model.vocab * (each + 4 + gathered)
+    if stage == layout.pipeline - 1:
+        copies = 20 if serve.invariant else 8  # an invariant order of the vocabulary is a sort
+        prompts = min(PROMPT_ROWS, tokens) * model.vocab * (each + copies + gathered)
+        layer = max(layer, 2 * tokens * model.hidden * each + prompts)
     unpacked = 0.0
     if packed or serve.weights in FORMATS:
         kinds = {model.is_moe(layer) for layer in range(model.layers)}

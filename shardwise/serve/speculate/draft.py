@@ -29,9 +29,9 @@ class DraftModel(Drafter):
         self.computed: dict[Sequence, int] = {}
         """How many known tokens of each sequence have their keys in the draft model's pages."""
 
-    def warm(self, step_tokens: int) -> None:
+    def warm(self, step_tokens: int, host_pages: int) -> None:
         """Capture its CUDA graphs, too."""
-        self.runner.warm(step_tokens)
+        self.runner.warm(step_tokens, host_pages)
 
     def propose(self, sequences: Iterable[Sequence]) -> None:
         """Reserve placeholders: drafts need pages, which the scheduler allocates."""

@@ -26,7 +26,7 @@ class DraftCounts:
 class Drafter:
     """Sets the drafts of sequences. The methods are called in this order for each step; most may be left to do nothing."""
 
-    def warm(self, step_tokens: int) -> None:
+    def warm(self, step_tokens: int, host_pages: int) -> None:
         """Do now what the first step would otherwise wait for."""
 
     def propose(self, sequences: Iterable[Sequence]) -> None:
