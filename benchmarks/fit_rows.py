@@ -32,7 +32,7 @@ from shardwise.plan.time.data import DataSeconds
 from shardwise.plan.time.step import (
     Prepared,
     copied_once,
-    play,
+    makespans,
     prepare,
     slowdown,
     step_time,
@@ -123,7 +123,7 @@ class Case:
             self.offset, self.spread = mixture([(chance, math.log(other / base)) for chance, other in times])
 
     def _exact(self, job: Job, cost: Cost, wire: float) -> float:
-        (makespan,) = play(job.layout, [job.microbatches], [cost], [wire])
+        (makespan,) = makespans(job.layout, [job.microbatches], [cost], [wire])
         self.last = makespan, cost, wire
         return makespan
 
@@ -138,7 +138,7 @@ class Case:
         costs = [Cost(*parts)]
         for n in range(3):
             costs.append(Cost(*([1.01 * v for v in p] if n == m else p for m, p in enumerate(parts))))
-        spans = play(self.job.layout, [self.job.microbatches] * 4, costs, [wire] * 4)
+        spans = makespans(self.job.layout, [self.job.microbatches] * 4, costs, [wire] * 4)
         self.slopes = [(longer - spans[0]) / (0.01 * sum(part)) for longer, part in zip(spans[1:], parts, strict=True)]
         rest = makespan - sum(g * sum(p) for g, p in zip(self.slopes, parts, strict=True))
         self.wire_slope = rest / wire if wire else 0.0

@@ -79,7 +79,7 @@ def wait_until_ready(process: subprocess.Popen[bytes]) -> float:
 
 def measured(command: list[str], run: Any, log: Path) -> dict[str, Any]:
     """Start a server, send it the load, end it."""
-    from shardwise.plan.serving.play import requests_of
+    from shardwise.plan.serving.simulate import requests_of
     from shardwise.run.lengths import parse_lengths
     from shardwise.schedules.serving.figures import Limits
     from shardwise.serve.event_loop import run_in_loop

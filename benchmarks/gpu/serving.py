@@ -36,7 +36,7 @@ def main() -> None:
 
     from shardwise.measure.serve_load import here, measure_load, ready_engine
     from shardwise.plan.serving.plan import plan_serving
-    from shardwise.plan.serving.play import requests_of
+    from shardwise.plan.serving.simulate import requests_of
     from shardwise.plan.serving.verdict import LoadVerdict
     from shardwise.run import read_run
 

@@ -128,7 +128,7 @@ def loads(words: Sequence[str], draft: str, counts: Sequence[int], shares: Seque
     import torch
 
     from shardwise.measure.serve_load import measure_load
-    from shardwise.plan.serving.play import requests_of
+    from shardwise.plan.serving.simulate import requests_of
     from shardwise.run import read_run
 
     found = []

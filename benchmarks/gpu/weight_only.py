@@ -27,7 +27,7 @@ from shardwise.model.kernels.gemm.weight_only_tiles import TILES, Tile, TileScra
 from shardwise.model.kernels.quantize import fp8_rows
 from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.quantized.rounding import round_matrix
-from shardwise.run.weights import FORMATS
+from shardwise.run.weights import QUANTIZED
 from shardwise.torch_private import scaled_mm
 
 MATRICES = {
@@ -64,7 +64,7 @@ def made_case(name: str, kind: str, rows: int, copies: int) -> Case:
     torch.manual_seed(0)
     x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
-    first = round_matrix(weight, FORMATS[kind], torch.bfloat16)
+    first = round_matrix(weight, QUANTIZED[kind], torch.bfloat16)
     assert first is not None
     matrices = [first] + [first.map_rows(torch.clone) for _ in range(copies - 1)]
     norm = (torch.rand(k, device="cuda", dtype=torch.bfloat16) + 0.5, 1e-5) if what != "residual" else None

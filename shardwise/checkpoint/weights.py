@@ -19,7 +19,7 @@ from shardwise.parallel.inference import Peers, build_share
 from shardwise.parallel.local_parameter import allocate_buffers
 from shardwise.run import ModelConfig, Problem, Run, UserError, read_run
 from shardwise.run.parameters import HEAD, find_parameter
-from shardwise.run.weights import FORMATS, WeightFormat, form_of, is_reduced
+from shardwise.run.weights import QUANTIZED, WeightFormat, form_of, is_reduced
 
 
 def load_model(
@@ -51,7 +51,7 @@ def load_model(
         return _put(model, state, device), run
     reader = open_weights(folder, run.model)
     parameters = {name for name, _ in model.named_parameters()}
-    form = FORMATS.get(weights)
+    form = QUANTIZED.get(weights)
     state = {}
     for name in reader.names:
         # Buffers only influence routing decisions, and keep the dtype they were stored in.

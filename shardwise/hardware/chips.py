@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.run import Run
+from shardwise.run.dtypes import DTYPE_BYTES
 from shardwise.run.problems import Problem, UserError, nearest
 from shardwise.run.rules.rule import Broken
 
@@ -67,17 +68,9 @@ class Chip:
         return self.peak[dtype] * self.clock
 
 
-# Bytes per element, for the memory traffic of a kernel. tf32 is stored as float32.
-ITEM_BYTES = {
-    "float64": 8.0,
-    "float32": 4.0,
-    "tf32": 4.0,
-    "float16": 2.0,
-    "bfloat16": 2.0,
-    "fp8": 1.0,
-    "int8": 1.0,
-    "fp4": 0.5625,  # four bits, and one byte of scale per sixteen elements
-}
+GEMM_DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "fp8", "int8")
+ITEM_BYTES = {dtype: float(DTYPE_BYTES[dtype]) for dtype in GEMM_DTYPES} | {"fp4": 0.5625}
+"""Bytes of an element of a GEMM; fp4: four bits, and one byte of scale per sixteen elements."""
 
 
 def _tera(**speeds: float) -> dict[str, float]:

@@ -19,9 +19,9 @@ from shardwise.model.device import choose_device
 from shardwise.model.quantized.model import stored_bytes
 from shardwise.plan.serving.drafting import acceptance_of
 from shardwise.plan.serving.plan import plan_serving
-from shardwise.plan.serving.play import requests_of
 from shardwise.plan.serving.pool import draft_run
 from shardwise.plan.serving.served import ServedLoad
+from shardwise.plan.serving.simulate import requests_of
 from shardwise.plan.serving.verdict import LoadVerdict
 from shardwise.run import Run, UserError
 from shardwise.run.load import LoadRequest, prompt_tokens

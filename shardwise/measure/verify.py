@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from shardwise.data.batches import Batch
-from shardwise.ledger import Account, Difference, Memory, Span, Timeline, Traffic, compare
+from shardwise.ledger import AXIS_OF, Account, Difference, Memory, Span, Timeline, Traffic, compare
 from shardwise.measure.counts.memory import measured_memory
 from shardwise.measure.counts.rounds import Repeated, microbatches_to_run, with_microbatches
 from shardwise.measure.counts.traffic import TrafficCounter
@@ -27,7 +27,7 @@ from shardwise.measure.dry import dry_rank, even_routing
 from shardwise.plan.plan import plan
 from shardwise.plan.trainer.rank import planned_rank
 from shardwise.plan.trainer.state import activations, activations_away, hosted, state_bytes
-from shardwise.plan.trainer.traffic import AXIS_OF, traffic
+from shardwise.plan.trainer.traffic import traffic
 from shardwise.plan.trainer.work import work
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.derive import chunks_loss, planned_on_gpu

@@ -10,8 +10,7 @@ from shardwise.plan.cost.flops import CONVENTION, parameters
 from shardwise.plan.cost.job import GIB
 from shardwise.plan.plan import Plan, mfu_peak
 from shardwise.plan.trainer.budgeted import compare_with_greedy, saved_by_layers
-from shardwise.plan.trainer.rank import PlannedRank
-from shardwise.plan.trainer.traffic import first_ranks
+from shardwise.plan.trainer.rank import PlannedRank, first_ranks
 from shardwise.report import words
 from shardwise.report.pick import Column
 from shardwise.run import AXES, counted

@@ -12,6 +12,7 @@ from math import prod
 from typing import Literal
 
 from shardwise.run.config import ModelConfig, Run
+from shardwise.run.dtypes import DTYPE_BYTES
 from shardwise.run.parameters import HEAD, Parameter, layer_parameters
 from shardwise.run.rules.rule import Rule
 
@@ -19,7 +20,6 @@ Kind = Literal["fp8", "int8", "int4"]
 Activations = Literal["", "fp8", "int8"]
 GROUPS = (128, 64, 32, 16, 8)
 """Group sizes, the preferred one first; a smaller one is used if the row length is not a multiple of it."""
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class WeightFormat:
 
 
 SCALE_BYTES: dict[Kind, int] = {"fp8": 4, "int8": 4, "int4": 2}
-FORMATS: dict[str, WeightFormat] = {
+QUANTIZED: dict[str, WeightFormat] = {
     "fp8": WeightFormat("fp8", activations="fp8"),
     "int8": WeightFormat("int8"),
     "int4": WeightFormat("int4", GROUPS[0], zeros=True),
 }
 """Formats by their names in `serve.weights`."""
-SMOOTHED = replace(FORMATS["int8"], activations="int8")
+SMOOTHED = replace(QUANTIZED["int8"], activations="int8")
 """Weights and activations in 8 bits (SmoothQuant)."""
 
 
@@ -79,15 +79,15 @@ def parameter_bytes(
     """Bytes of a parameter, or of a slice with this shape, in a model that computes in `dtype` and stores its matrices as
     `serve.weights` and `serve.head` specify."""
     shape = tuple(shape or entry.shape)
-    whole = prod(shape) * BYTES[dtype]
-    if head in FORMATS and entry.name == HEAD:
-        return FORMATS[head].bytes(*shape)
+    whole = prod(shape) * DTYPE_BYTES[dtype]
+    if head in QUANTIZED and entry.name == HEAD:
+        return QUANTIZED[head].bytes(*shape)
     if weights == "auto" or not is_reduced(entry):
         return whole
-    if weights not in FORMATS:
-        return prod(shape) * BYTES[weights]
+    if weights not in QUANTIZED:
+        return prod(shape) * DTYPE_BYTES[weights]
     *stack, rows, columns = shape
-    return FORMATS[weights].bytes(rows, columns) * (stack[0] if stack else 1) or whole
+    return QUANTIZED[weights].bytes(rows, columns) * (stack[0] if stack else 1) or whole
 
 
 def bytes_a_weight(model: ModelConfig, weights: str, dtype: str) -> float:

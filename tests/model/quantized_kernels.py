@@ -22,9 +22,9 @@ from shardwise.model.quantized.linear import MOST_TILED, QuantizedGemm, quantize
 from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.quantized.rounding import round_matrix
 from shardwise.model.quantized.scaled import cast_rows_reference
-from shardwise.run.weights import FORMATS, WeightFormat
+from shardwise.run.weights import QUANTIZED, WeightFormat
 
-FORMS = {**FORMATS, "symmetric": WeightFormat("int4", 128), "small groups": WeightFormat("int4", 32, zeros=True)}
+FORMS = {**QUANTIZED, "symmetric": WeightFormat("int4", 128), "small groups": WeightFormat("int4", 32, zeros=True)}
 
 
 def drawn(n: int, k: int, form: WeightFormat) -> tuple[QuantizedMatrix, tuple[Tensor, Tensor, Tensor | None, str]]:
@@ -46,8 +46,8 @@ def skinny() -> None:
         wanted = skinny_gemm_reference(x, matrix.dequantized(), before, after, gated)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=4e-4, msg=f"{name} {rows} {gated}")
     x = torch.randn(1, 1024).bfloat16()  # in the shape that a GPU gets, and its dtype
-    for kind in FORMATS:
-        matrix, parts = drawn(16, 1024, FORMATS[kind])
+    for kind in QUANTIZED:
+        matrix, parts = drawn(16, 1024, QUANTIZED[kind])
         found, wanted = weight_only_gemm(x, *parts), x.float() @ matrix.dequantized().T
         torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-2)
 
@@ -95,7 +95,7 @@ def many_rows() -> None:
     weight, x = torch.randn(64, 1024) * 0.02, torch.randn(MOST_TILED["int8"] + 44, 1024)
     x[0] = weight[7] * (2500 / weight[7].square().sum())
     for dtype in (torch.float16, torch.bfloat16):
-        matrix, rows = round_matrix(weight, FORMATS["int8"], dtype), x.to(dtype)
+        matrix, rows = round_matrix(weight, QUANTIZED["int8"], dtype), x.to(dtype)
         assert matrix is not None
         wanted = quantized_linear_reference(rows, matrix)
         assert float(wanted.abs().max()) > 2400

@@ -17,9 +17,9 @@ from shardwise.model.quantized.rounding import integers_of, round_matrix
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
 from shardwise.run.parameters import first_parameters, last_parameters, layer_parameters
-from shardwise.run.weights import FORMATS, SMOOTHED, WeightFormat, is_reduced, parameter_bytes
+from shardwise.run.weights import QUANTIZED, SMOOTHED, WeightFormat, is_reduced, parameter_bytes
 
-FORMS = {**FORMATS, "symmetric": WeightFormat("int4", 32), "smoothed": SMOOTHED}
+FORMS = {**QUANTIZED, "symmetric": WeightFormat("int4", 32), "smoothed": SMOOTHED}
 
 
 @pytest.mark.parametrize("what", ["skinny", "tiles", "dequantize", "many rows", "fp8"])
@@ -66,7 +66,7 @@ def test_a_group_without_weights_stays_zero() -> None:
 
 
 def test_rows_that_four_bits_cannot_hold_stay_as_they_are() -> None:
-    form = FORMATS["int4"]
+    form = QUANTIZED["int4"]
     assert [form.group_of(n) for n in (4096, 14336, 192, 96, 48, 40, 20)] == [128, 128, 64, 32, 16, 8, 0]
     assert round_matrix(torch.randn(4, 20), form) is None
     assert form.bytes(4, 20) == 0
@@ -95,11 +95,11 @@ def test_a_packed_matrix_is_a_tensor_to_the_network(name: str) -> None:
 def test_the_nearest_integers_of_scales_that_are_given() -> None:
     scale, zero = torch.tensor([[0.5]]), torch.tensor([[3]], dtype=torch.uint8)
     weight = torch.tensor([[-9.0, -1.5, -0.3, 0.0, 0.3, 2.0, 99.0]])
-    assert integers_of(weight, scale, zero, FORMATS["int4"]).tolist() == [[0, 0, 2, 3, 4, 7, 15]]
-    assert integers_of(weight, scale, None, FORMATS["int8"]).tolist() == [[-18, -3, -1, 0, 1, 4, 127]]
+    assert integers_of(weight, scale, zero, QUANTIZED["int4"]).tolist() == [[0, 0, 2, 3, 4, 7, 15]]
+    assert integers_of(weight, scale, None, QUANTIZED["int8"]).tolist() == [[-18, -3, -1, 0, 1, 4, 127]]
 
 
-@pytest.mark.parametrize("weights", [*FORMATS, "bfloat16"])
+@pytest.mark.parametrize("weights", [*QUANTIZED, "bfloat16"])
 def test_the_plan_counts_the_bytes_that_a_model_holds(weights: str) -> None:
     config = derive_model(
         ModelConfig(layers=2, hidden=32, heads=4, vocab=40, experts=4, experts_per_token=2, dense_layers=1, bias="qkv"),
@@ -112,7 +112,7 @@ def test_the_plan_counts_the_bytes_that_a_model_holds(weights: str) -> None:
     entries = [*first_parameters(config), *last_parameters(config), *(entry for table in tables for entry in table)]
     assert stored_bytes(model) == sum(parameter_bytes(entry, weights, "float32") for entry in entries)
     packed = {id(matrix) for _, matrix in layer_matrices(model) if isinstance(matrix, QuantizedMatrix)}
-    assert len(packed) == (sum(map(is_reduced, entries)) if weights in FORMATS else 0)
+    assert len(packed) == (sum(map(is_reduced, entries)) if weights in QUANTIZED else 0)
 
 
 def test_matrices_that_are_packed_already_are_left_alone() -> None:
@@ -120,7 +120,7 @@ def test_matrices_that_are_packed_already_are_left_alone() -> None:
     model = Transformer(config)
     initialize(model, config, 0)
     name, matrix = next(layer_matrices(model))
-    made = round_matrix(matrix.detach(), FORMATS["int8"])
+    made = round_matrix(matrix.detach(), QUANTIZED["int8"])
     assert made is not None
     put_matrix(model, name, made)
     quantize_model(model, "int4")
@@ -131,7 +131,7 @@ def test_matrices_that_are_packed_already_are_left_alone() -> None:
 @pytest.mark.parametrize("name", ["int4", "fp8"])
 def test_a_feed_forward_layer_is_its_two_gemms(name: str) -> None:
     torch.manual_seed(0)
-    gate_up, down = (round_matrix(torch.randn(n, k) * 0.1, FORMATS[name]) for n, k in ((512, 128), (128, 256)))
+    gate_up, down = (round_matrix(torch.randn(n, k) * 0.1, QUANTIZED[name]) for n, k in ((512, 128), (128, 256)))
     assert gate_up is not None
     assert down is not None
     x, norm, gemm = torch.randn(3, 128), (torch.rand(128), 1e-5), QuantizedGemm()

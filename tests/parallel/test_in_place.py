@@ -57,7 +57,7 @@ def as_on_a_gpu() -> Iterator[None]:
     rules = (gathers_in_place, exchanges_gradients, gathers_head_apart)
     as_there = {rule.__name__: functools.partial(_there, rule) for rule in rules}
     with contextlib.ExitStack() as stack:
-        for module in ("parallel.shard", "plan.trainer.rank", "plan.trainer.outside"):
+        for module in ("parallel.shard", "plan.trainer.rank", "plan.trainer.units"):
             read = importlib.import_module(f"shardwise.{module}")
             for name in as_there.keys() & vars(read).keys():
                 stack.enter_context(mock.patch.object(read, name, as_there[name]))

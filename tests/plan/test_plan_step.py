@@ -18,7 +18,7 @@ from shardwise.plan.cost.passes import RECOMPUTE, recomputed_layers
 from shardwise.plan.figures import figures
 from shardwise.plan.plan import Plan, plan
 from shardwise.plan.time.goodput import job_cost
-from shardwise.plan.time.step import play, prepare, step_time
+from shardwise.plan.time.step import makespans, prepare, step_time
 from shardwise.plan.time.timeline import timeline
 from shardwise.plan.trainer.budgeted import compare_with_greedy
 from shardwise.plan.trainer.rank import PlannedRank
@@ -206,7 +206,7 @@ def test_a_pipeline_cut_short_takes_as_long_as_one_played_to_its_end(schedule: s
     chunks = job.layout.stages_per_rank
     stages = 4 * chunks
     cost = Cost([1.0 + 0.1 * (s == stages - 1) for s in range(stages)], [1.3] * stages, [0.9] * stages)
-    (cut,) = play(job.layout, [microbatches], [cost], [0.05])
+    (cut,) = makespans(job.layout, [microbatches], [cost], [0.05])
     whole = make_schedule(schedule, 4, microbatches, chunks)
     if schedule in ASYNCHRONOUS:  # steps overlap, and the busiest rank sets the pace
         assert cut == pytest.approx(microbatches * (1.1 + 1.3 + 0.9), rel=0.01)

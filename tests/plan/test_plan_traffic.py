@@ -12,7 +12,7 @@ import pytest
 from shardwise.ledger import COLLECTIVES
 from shardwise.plan.cost.flops import parameters
 from shardwise.plan.trainer.rank import PlannedRank
-from shardwise.plan.trainer.traffic import buckets, by_group, ledger, traffic
+from shardwise.plan.trainer.traffic import buckets, by_axis, by_group, traffic
 from shardwise.run import AXES, Run, run_from_dict
 from shardwise.schedules import SCHEDULES, make_schedule
 
@@ -93,7 +93,7 @@ def test_experts_exchange_their_even_share() -> None:
     # Given the rows, those count.
     moved = dict.fromkeys(range(layers), (4, 6))
     want = layers * (n * 7 / 8 * counts + 2 * 10 * run.model.hidden * 2)
-    assert ledger(by_group(PlannedRank(run, 1), moved)).bytes["expert"] == {"all_to_all": want}
+    assert by_axis(by_group(PlannedRank(run, 1), moved)).bytes["expert"] == {"all_to_all": want}
 
 
 def test_repeating_a_layer_sends_what_its_backward_pass_needs() -> None:

@@ -12,9 +12,9 @@ from shardwise.plan.cost.job import job_of
 from shardwise.plan.plan import plan
 from shardwise.plan.trainer import memory, saved
 from shardwise.plan.trainer.memory import memory_of, memory_that_fits
-from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank, planned_rank
+from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank, first_ranks, planned_rank
 from shardwise.plan.trainer.state import state_bytes
-from shardwise.plan.trainer.traffic import by_group, first_ranks, ledger, traffic
+from shardwise.plan.trainer.traffic import by_axis, by_group, traffic
 from shardwise.run import Run, run_from_dict
 from shardwise.run.derive import shard_dim
 from shardwise.run.parameters import Parameter
@@ -143,7 +143,7 @@ def test_ranks_that_are_counted_together_hold_and_send_what_each_does_alone(name
     most = max(
         (by_group(PlannedRank(run, rank)) for rank in ranks), key=lambda sent: sum(one.bytes for one in sent.values())
     )
-    assert traffic(run) == ledger(most)
+    assert traffic(run) == by_axis(most)
 
 
 @pytest.mark.parametrize(

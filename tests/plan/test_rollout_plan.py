@@ -12,7 +12,7 @@ from shardwise.cli.main import main
 from shardwise.cli.planning.plan import rollout_figures
 from shardwise.plan.plan import plan
 from shardwise.plan.search import search
-from shardwise.plan.serving.rollouts import own_weight_bytes, plan_rollouts, played_round, round_seconds
+from shardwise.plan.serving.rollouts import own_weight_bytes, plan_rollouts, round_seconds, simulated_round
 from shardwise.run import Run, UserError, run_from_dict
 
 
@@ -48,8 +48,8 @@ def test_rounds_of_many_answers_repeat_themselves(minibatches: int, memory: floa
     """A part of a long round tells how long all of it takes; a round of a million answers is planned as fast as one of hundreds."""
     run = planned(dict(minibatches=minibatches, completion_tokens=64), serve=dict(max_sequences=32, memory_gib=memory))
     room = plan_rollouts(run, 1.0).memory
-    assert round_seconds(run, room) == pytest.approx(played_round(run, room).figures.seconds, rel=0.04)
-    assert played_round(run, room, 16).figures.requests == 16
+    assert round_seconds(run, room) == pytest.approx(simulated_round(run, room).figures.seconds, rel=0.04)
+    assert simulated_round(run, room, 16).figures.requests == 16
 
 
 def test_answers_of_a_group_share_their_prompt() -> None:

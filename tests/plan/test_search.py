@@ -1,4 +1,4 @@
-"""The search: its rules are the run's own, its closed forms are near what is played, and what it ranks first is the best."""
+"""The search: its rules are the run's own, its closed forms are near what is simulated, and what it ranks first is the best."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardwise.plan.cost.job import job_of
 from shardwise.plan.plan import plan
 from shardwise.plan.search import resolve, search
 from shardwise.plan.search.bubbles import Pace, in_flight, makespan
-from shardwise.plan.search.play import play
 from shardwise.plan.search.pool import LEAST_MEMORY_OF_MANY
 from shardwise.plan.search.screen import Space
 from shardwise.plan.search.screened import LayoutIndex
 from shardwise.plan.search.search import spaces_of
+from shardwise.plan.search.simulate import simulate
 from shardwise.plan.search.space import Sizes, legal, with_choices
 from shardwise.plan.time.step import prepare, step_time
 from shardwise.plan.trainer.memory import memory_of
@@ -119,9 +119,9 @@ def test_closed_forms_are_near_the_played_schedule(name: str) -> None:
         f, i, w, hop = 1.0, rng.choice((0.9, 1.1, 2.1)), rng.choice((0.8, 1.0)), rng.choice((0.0, 0.05))
         stages = ranks * chunks
         schedule = make_schedule(name, ranks, microbatches, chunks)
-        played = time(schedule, Cost.even(stages, f, i, w), hop).makespan
+        simulated = time(schedule, Cost.even(stages, f, i, w), hop).makespan
         pace = Pace(ranks, chunks, f, i, w, chunks * (f + i + w), hop)
-        assert makespan(name, pace, np.array(microbatches)) == pytest.approx(played, rel=0.12)
+        assert makespan(name, pace, np.array(microbatches)) == pytest.approx(simulated, rel=0.12)
         for rank, held in enumerate(peak_activations(schedule)):
             counted = chunks * in_flight(name, ranks, chunks, rank, np.array(microbatches))
             assert counted == pytest.approx(held, rel=0.01)
@@ -166,7 +166,7 @@ def test_screening_is_near_the_plan(run: Run, devices: int) -> None:
         assert run_from_dict(to_dict(resolved)) == resolved
         job = job_of(resolved)
         exact = step_time(prepare(job)).seconds
-        assert play([(group, place)]) == [pytest.approx(exact, rel=1e-9)]
+        assert simulate([(group, place)]) == [pytest.approx(exact, rel=1e-9)]
         errors.append(abs(seconds / exact - 1))
         rooms.append(memory_of(resolved, job).peak / need)
     assert np.quantile(errors, 0.9) < 0.10
@@ -185,7 +185,7 @@ def test_the_best_of_all_is_found() -> None:
         for (schedule, chunks), method, row in product(group.schedules, range(len(group.methods)), group.rows()):
             if group.legal[method, row % group.shape[2]]:
                 places.append((group, LayoutIndex(schedule, chunks, method, int(row))))
-    times = {group.run_at(place): seconds for (group, place), seconds in zip(places, play(places), strict=True)}
+    times = {group.run_at(place): seconds for (group, place), seconds in zip(places, simulate(places), strict=True)}
     assert result.searched == len(times) > 700
     best = min((one for one in times if memory_of(one, job_of(one)).fits), key=lambda one: times[one])
     assert best in [ranked.run for ranked in result.ranking]

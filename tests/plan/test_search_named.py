@@ -12,9 +12,9 @@ from shardwise.plan.cost.job import job_of
 from shardwise.plan.cost.operations import layer
 from shardwise.plan.cost.rematerialization import within_budget
 from shardwise.plan.search import search
-from shardwise.plan.search.play import play
 from shardwise.plan.search.pool import LEAST_MEMORY, all_candidates
 from shardwise.plan.search.search import spaces_of
+from shardwise.plan.search.simulate import simulate
 from shardwise.plan.time.step import prepare, step_time
 from shardwise.plan.trainer.memory import memory_of
 from shardwise.plan.trainer.rank import planned_rank
@@ -52,9 +52,9 @@ def test_layouts_of_a_named_key_are_searched_as_they_are_planned(name: str) -> N
     for space in spaces_of(made(name), 4, 4):
         every = all_candidates(space, np.inf).found
         some = every[:: max(1, len(every) // SHOWN)]
-        played = play([(one.group, one.layout) for one in some])
+        simulated = simulate([(one.group, one.layout) for one in some])
         seen += len(some)
-        for candidate, seconds in zip(some, played, strict=True):
+        for candidate, seconds in zip(some, simulated, strict=True):
             run = candidate.group.run_at(candidate.layout)
             job = job_of(run)
             assert seconds == pytest.approx(step_time(prepare(job)).seconds, rel=1e-6), run.layout
@@ -78,7 +78,7 @@ def test_no_layout_of_the_space_that_fits_beats_the_one_found(name: str) -> None
     for space in spaces_of(made(name), 4, 4):
         every = all_candidates(space, np.inf).found
         some = [one for one in every if one.seconds < 1.1 * best.account.step_seconds][:SHOWN]
-        for one, seconds in zip(some, play([(one.group, one.layout) for one in some]), strict=True):
+        for one, seconds in zip(some, simulate([(one.group, one.layout) for one in some]), strict=True):
             run = one.group.run_at(one.layout)
             assert seconds >= best.account.step_seconds * (1 - 1e-6) or not memory_of(run, job_of(run)).fits, run.layout
 

@@ -1,4 +1,4 @@
-"""A played load is what the engine does, the same steps in the same order; its times add up from those of the steps."""
+"""A simulated load is what the engine does, the same steps in the same order; its times add up from those of the steps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shardwise.plan.serving.cost import Serving
 from shardwise.plan.serving.drafting import acceptance_of, tokens_a_step
 from shardwise.plan.serving.engines import FORMATS, OURS
 from shardwise.plan.serving.plan import layouts_of, plan_serving, search_serving
-from shardwise.plan.serving.play import Place, play, requests_of, step_sizes
 from shardwise.plan.serving.pool import serving_memory
+from shardwise.plan.serving.simulate import EngineSize, requests_of, simulate, step_sizes
 from shardwise.plan.serving.step_time import Spent, StepTime
 from shardwise.run import Run, UserError, read_planned, read_run
 from shardwise.run.sections.serve import ServeConfig
@@ -68,7 +68,7 @@ def test_the_engine_executes_what_is_played(
     )  # fmt: skip
     asked = requests_of(settings)
     noted, host_pages = Noted(ahead, stages), 6 if preemption == "swap" else 0
-    played = play(settings, asked, noted, Place(pages, host_pages, 64), concurrency=6)  # type: ignore[arg-type]
+    simulated = simulate(settings, asked, noted, EngineSize(pages, host_pages, 64), concurrency=6)  # type: ignore[arg-type]
     engine = engine_of("llama", settings, pages, ahead=ahead, host_pages=host_pages, stages=stages)
     real, schedule = [], engine.scheduler.schedule
 
@@ -82,9 +82,12 @@ def test_the_engine_executes_what_is_played(
     measured = measure_load(engine, settings, asked)
     assert noted.steps == real[-len(noted.steps) :]  # before them, it warmed up
     assert measured.engine == {
-        "steps": played.steps, "preemptions": played.preemptions, "running": played.most_running, "pages": played.most_pages,
-    }  # fmt: skip
-    assert (played.preemptions > 0) == (pages < 100)
+        "steps": simulated.steps,
+        "preemptions": simulated.preemptions,
+        "running": simulated.most_running,
+        "pages": simulated.most_pages,
+    }
+    assert (simulated.preemptions > 0) == (pages < 100)
     assert measured.figures["output_tokens"] == sum(each.output for each in asked)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng
 
-from shardwise.plan.time.step import play
+from shardwise.plan.time.step import makespans
 from shardwise.plan.time.waves import Waves
 from shardwise.run import LayoutConfig
 from shardwise.run.axes import BIDIRECTIONAL
@@ -48,4 +48,4 @@ def test_a_long_schedule_of_unequal_stages_takes_what_its_busiest_rank_does(name
         passes = [[each * seconds for each in unequal] for seconds in (1.0, *random.uniform(0.6, 1.6, 2))]
         cost = Cost(*passes)
         whole = time(schedule, cost, 0.02).makespan
-        assert play(layout, [microbatches], [cost], [0.02]) == pytest.approx([whole], rel=0.015)
+        assert makespans(layout, [microbatches], [cost], [0.02]) == pytest.approx([whole], rel=0.015)

@@ -10,10 +10,10 @@ import pytest
 
 from shardwise.plan.serving.rollouts import own_weight_bytes, plan_rollouts
 from shardwise.plan.serving.weight_sync import WeightSync, made_box, needed, rollout_layout
-from shardwise.plan.trainer.rank import WIDTHS
 from shardwise.run import Run, UserError, run_from_dict
 from shardwise.run.boxes import Box
 from shardwise.run.coordinates import RankCoordinates
+from shardwise.run.dtypes import DTYPE_BYTES
 from shardwise.run.parameters import find_parameter
 
 DENSE = dict(layers=4, hidden=64, heads=4, kv_heads=2, vocab=263, ffn=128)
@@ -72,7 +72,7 @@ def test_every_rank_gets_what_its_engine_holds(seed: int) -> None:
             entry = find_parameter(run.model, part, run.adapter)
             whole = np.arange(entry.numel).reshape(entry.shape)
             moves = {rank: plans[rank].moves(part, wanted) for rank in members}
-            width = WIDTHS[entry.dtype] if entry.dtype else 4
+            width = DTYPE_BYTES[entry.dtype] if entry.dtype else 4
             for rank, box in wanted.items():
                 into = np.full(box.size, -1)
                 for source, common in moves[rank].received.items():
@@ -96,8 +96,8 @@ def test_every_rank_gets_what_its_engine_holds(seed: int) -> None:
                 around = made_box(run, name, box)
                 assert box.common(around) == box
     for rank in members:
-        assert plans[rank].sent_bytes(WIDTHS, 4) == sent[rank]
-        assert sum(plans[rank].received_bytes(WIDTHS, 4)) == received[rank]
+        assert plans[rank].sent_bytes(DTYPE_BYTES, 4) == sent[rank]
+        assert sum(plans[rank].received_bytes(DTYPE_BYTES, 4)) == received[rank]
 
 
 @pytest.mark.parametrize(
@@ -144,5 +144,5 @@ def test_a_large_network_fits_whose_parts_alone_do() -> None:
         )
     )  # fmt: skip
     missing = 2 * (matrices + 8 * norms) / 8 * 3 / 4  # of which a rank has a quarter already
-    assert sum(WeightSync(shards, 0).received_bytes(WIDTHS, 2)) == pytest.approx(missing, rel=1e-6)
+    assert sum(WeightSync(shards, 0).received_bytes(DTYPE_BYTES, 2)) == pytest.approx(missing, rel=1e-6)
     assert missing / 900e9 < plan_rollouts(shards, 1.0).weight_sync_seconds < missing / 10e9

@@ -64,9 +64,9 @@ def execute(args: argparse.Namespace) -> int:
     from shardwise.quantize.layers import Settings
     from shardwise.quantize.quantize import quantize_checkpoint
     from shardwise.report import words
-    from shardwise.run.weights import FORMATS, SMOOTHED
+    from shardwise.run.weights import QUANTIZED, SMOOTHED
 
-    form = FORMATS[args.weights]
+    form = QUANTIZED[args.weights]
     if args.weights == "int4":
         form = replace(form, group=args.group, zeros=not args.symmetric)
     elif method == "smoothquant" and args.weights == "int8":

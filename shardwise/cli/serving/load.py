@@ -112,7 +112,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _of_run(run: Run) -> dict[str, Any]:
     """The load that the plan of a run simulates."""
-    from shardwise.plan.serving.play import requests_of
+    from shardwise.plan.serving.simulate import requests_of
 
     serve = run.serve
     if not (serve.rate or serve.concurrency):

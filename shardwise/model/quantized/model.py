@@ -14,7 +14,7 @@ from shardwise.model.quantized.linear import QuantizedGemm, rounded_rows
 from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.quantized.rounding import round_matrix
 from shardwise.model.transformer import Transformer
-from shardwise.run.weights import FORMATS, WeightFormat, form_of
+from shardwise.run.weights import QUANTIZED, WeightFormat, form_of
 
 
 def layer_matrices(model: Transformer) -> Iterator[tuple[str, Tensor]]:
@@ -36,7 +36,7 @@ def put_matrix(model: nn.Module, name: str, matrix: Tensor) -> None:
 @torch.no_grad()
 def quantize_model(model: Transformer, weights: str | WeightFormat) -> None:
     """Store the matrices of a model's layers as `serve.weights` says. Those that are not packed yet are rounded, one at a time."""
-    form = FORMATS.get(weights) if isinstance(weights, str) else weights
+    form = QUANTIZED.get(weights) if isinstance(weights, str) else weights
     for name, matrix in list(layer_matrices(model)):
         if isinstance(matrix, QuantizedMatrix):
             continue
@@ -71,7 +71,7 @@ def keep_weights(model: Transformer, weights: str, head: str = "auto") -> int:
     if weights != "auto":
         quantize_model(model, weights)
     if head != "auto" and model.head is not None and not isinstance(model.head.weight, QuantizedMatrix):
-        made = round_matrix(model.head.weight.detach(), FORMATS[head], model.dtype or model.head.weight.dtype)
+        made = round_matrix(model.head.weight.detach(), QUANTIZED[head], model.dtype or model.head.weight.dtype)
         assert made is not None
         put_matrix(model, "head.weight", made)
     return stored_bytes(model) if use_quantized_gemms(model) else 0

@@ -30,6 +30,7 @@ from shardwise.run.derive import (
     planned_on_gpu,
     replays,
 )
+from shardwise.run.dtypes import DTYPE_BYTES
 from shardwise.run.sections.adapter import NO_ADAPTER
 from shardwise.run.sections.memory import ALL_ON_DEVICE
 from shardwise.run.sections.objective import FACTS, facts_of
@@ -38,7 +39,6 @@ from shardwise.run.teacher import teacher_model
 Number = Any
 """A number, or an array with one entry a layout."""
 GIB = 2.0**30
-BYTES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Job:
     @property
     def width(self) -> float:
         """Bytes of an element of an activation."""
-        return BYTES[self.dtype]
+        return DTYPE_BYTES[self.dtype]
 
     @property
     def accumulation(self) -> Number:
@@ -215,11 +215,11 @@ def job_of(run: Run) -> Job:
         exchanges_gradients=may_exchange(run, gpu=gpu),
         keeps_compute_copies=keeps_compute_copies(run, gpu=gpu),
         runs_ahead=gpu and not waits,
-        reduce_bytes=BYTES[train.reduce_dtype],
+        reduce_bytes=DTYPE_BYTES[train.reduce_dtype],
     )
     if run.adapter.kind == "qlora" and gpu and not compiles(run, gpu=gpu):
         facts["host"] = QLORA_HOST
-    width = BYTES[train.dtype]
+    width = DTYPE_BYTES[train.dtype]
     if width > 2:
         facts |= dict.fromkeys(("parameter_bytes", "gradient_bytes", "gather_bytes", "reduce_bytes"), width)
         facts["optimizer_bytes"] = 2 * width

@@ -22,7 +22,7 @@ from shardwise.plan.published.bandwidth import first_tokens, model_bandwidth, st
 from shardwise.plan.published.exhibit import Exhibit, Line
 from shardwise.plan.published.rows import Row, published
 from shardwise.plan.published.validate import Prediction, predict
-from shardwise.plan.time.step import play
+from shardwise.plan.time.step import makespans
 from shardwise.run import PRESETS, LayoutConfig, ModelConfig, run_from_dict
 from shardwise.run.derive import derive_model
 from shardwise.schedules import Cost
@@ -171,7 +171,7 @@ def bubbles() -> Exhibit:
         layout = LayoutConfig(pipeline=ranks, schedule=schedule, chunks=chunks)  # type: ignore[arg-type]
         stages = ranks * chunks
         cost = Cost([1.0] * stages, [1.0] * stages, [1.0] * stages)
-        (span,) = play(layout, [microbatches], [cost], [0.0])
+        (span,) = makespans(layout, [microbatches], [cost], [0.0])
         busy = 3.0 * chunks * microbatches
         label = f"{schedule}, {ranks} ranks, {microbatches} microbatches" + (
             f", {chunks} stages a rank" if chunks > 1 else ""

@@ -12,9 +12,9 @@ import numpy as np
 from shardwise.hardware import find_chip
 from shardwise.ledger import Memory
 from shardwise.plan.cost.job import GIB, job_of
-from shardwise.plan.search.play import play
 from shardwise.plan.search.screen import Group, Space
 from shardwise.plan.search.screened import LayoutIndex
+from shardwise.plan.search.simulate import simulate
 from shardwise.plan.search.space import Sizes, divisors, with_choices
 from shardwise.plan.time.step import prepare, step_time
 from shardwise.plan.trainer.memory import memory_of, memory_that_fits
@@ -189,11 +189,11 @@ def next_changes(layouts: Sequence[tuple[Group, LayoutIndex, float]]) -> list[st
                 screened[n].append(_Change(seconds, need, group, where, what))
     likely = [_likely(changes) for changes in screened]
     places = dict.fromkeys((one.group, one.layout) for some in likely for one in some)
-    played: dict[tuple[Group, LayoutIndex], float] = {}
+    simulated: dict[tuple[Group, LayoutIndex], float] = {}
     for space in dict.fromkeys(group.space for group, _ in places):
         here = [place for place in places if place[0].space is space]
-        played |= zip(here, play(here), strict=True)
-    every = [[one._replace(seconds=played[one.group, one.layout]) for one in some] for some in likely]
+        simulated |= zip(here, simulate(here), strict=True)
+    every = [[one._replace(seconds=simulated[one.group, one.layout]) for one in some] for some in likely]
     return [_advice(seconds, changes) for (_, _, seconds), changes in zip(layouts, every, strict=True)]
 
 

@@ -21,7 +21,6 @@ from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import leanest
 from shardwise.plan.search.beside import beside
-from shardwise.plan.search.play import play
 from shardwise.plan.search.pool import (
     LEAST_MEMORY,
     LEAST_MEMORY_OF_MANY,
@@ -40,6 +39,7 @@ from shardwise.plan.search.pool import (
 )  # fmt: skip
 from shardwise.plan.search.screen import Group, Space
 from shardwise.plan.search.screened import LayoutIndex, Screened
+from shardwise.plan.search.simulate import simulate
 from shardwise.plan.search.tables import split_key
 from shardwise.plan.serving.rollouts import rollouts_fit
 from shardwise.plan.trainer.memory import memory_that_fits
@@ -87,7 +87,7 @@ class Fitting:
 
     space: Space
     keep: int
-    played: dict[Candidate, float] = field(default_factory=dict)
+    simulated: dict[Candidate, float] = field(default_factory=dict)
     """Step seconds of all simulated candidates."""
     has_best: bool = False
     """Whether the best layout is known, of this space or of another one that is searched with it."""
@@ -120,7 +120,7 @@ class Fitting:
         waiting: list[Timed] = []
         told: set[Candidate] = set()
         for candidates, certain in self._pools():
-            fresh = [one for one in candidates.found if one not in self.played]
+            fresh = [one for one in candidates.found if one not in self.simulated]
             at = 0
             while at < len(fresh) or waiting:
                 few = fresh[at : at + AT_ONCE] if certain else fresh
@@ -196,10 +196,10 @@ class Fitting:
             yield pool, self._certain
 
     def _play(self, candidates: Sequence[Candidate]) -> list[Timed]:
-        fresh = [one for one in candidates if one not in self.played]
-        for one, seconds in zip(fresh, play([one[2:] for one in fresh]), strict=True):
-            self.played[one] = seconds
-        return [(self.played[one], one) for one in candidates]
+        fresh = [one for one in candidates if one not in self.simulated]
+        for one, seconds in zip(fresh, simulate([one[2:] for one in fresh]), strict=True):
+            self.simulated[one] = seconds
+        return [(self.simulated[one], one) for one in candidates]
 
     def fits(self, candidate: Candidate, most: float = math.inf) -> FittingLayout | None:
         """The layout with its memory; None where it does not fit, or is not counted yet and needs more than `most`."""
@@ -212,7 +212,7 @@ class Fitting:
             if memory is not None and not rollouts_fit(run, memory):
                 self.too_full += 1
                 memory = None
-            found = None if memory is None else FittingLayout(self.played[candidate], run, job, memory, candidate)
+            found = None if memory is None else FittingLayout(self.simulated[candidate], run, job, memory, candidate)
             self._known[candidate] = found
         return self._known[candidate]
 
@@ -225,17 +225,17 @@ class Fitting:
         """Candidates for the Pareto front with their seconds: all that were simulated; in a large space also the screened front."""
         if self._most:
             self._play(screen_all(self.space, self._most, self.space.capacity / LEAST_MEMORY_OF_MANY).found)
-        yield from ((rounded_seconds(seconds), self, one) for one, seconds in self.played.items())
+        yield from ((rounded_seconds(seconds), self, one) for one, seconds in self.simulated.items())
 
     def roomy(self, seconds: float) -> list[tuple[float, float, Run]]:
         """Layouts with full recomputation that may take less than `seconds` if their free memory is spent on saved activations, the
         most promising first. Each is (expected seconds, seconds without recomputation, run); the expected seconds assume that time
         falls linearly from full recomputation to none. Screened figures select the layouts, simulated ones order them."""
         likely = [found[1:] for found in sorted(self._spare(seconds), key=lambda found: found[0])[:LIKELY]]
-        saving_all = zip(likely, play([saving[2:] for _, saving in likely]), strict=True)
+        saving_all = zip(likely, simulate([saving[2:] for _, saving in likely]), strict=True)
         gaining = [(one, saving, least) for (one, saving), least in saving_all if least < seconds]
         found = []
-        for (one, saving, least), most in zip(gaining, play([one[2:] for one, _, _ in gaining]), strict=True):
+        for (one, saving, least), most in zip(gaining, simulate([one[2:] for one, _, _ in gaining]), strict=True):
             share = (self.space.capacity - one.memory) / max(saving.memory - one.memory, 1.0)
             reached = most - min(share, 1.0) * (most - least)
             if reached < seconds:

@@ -135,8 +135,8 @@ def _search(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: 
         for count, several, one in zip(counts, by_count, firsts, strict=True)
         if one is None
     }
-    searched, played = sum(one.space.count for one in spaces), sum(len(one.played) for one in spaces)
-    return SearchResult(ranking, changes, searched, played, without, spaces)
+    searched, simulated = sum(one.space.count for one in spaces), sum(len(one.simulated) for one in spaces)
+    return SearchResult(ranking, changes, searched, simulated, without, spaces)
 
 
 def resolve(run: Run) -> Run:

@@ -10,8 +10,7 @@ from typing import Literal
 
 from shardwise.hardware.chips import ITEM_BYTES, Chip
 from shardwise.run import ModelConfig
-from shardwise.run.weights import FORMATS as REDUCED
-from shardwise.run.weights import bytes_a_weight
+from shardwise.run.weights import QUANTIZED, bytes_a_weight
 
 
 @dataclass(frozen=True)
@@ -131,4 +130,4 @@ FORMATS = {
 def stored_format(model: ModelConfig, weights: str, dtype: str) -> Format:
     """The format of a model that computes in `dtype` and stores its matrices as `weights`."""
     form = FORMATS[STORED[dtype if weights == "auto" else weights]]
-    return replace(form, bytes=bytes_a_weight(model, weights, dtype)) if weights in REDUCED else form
+    return replace(form, bytes=bytes_a_weight(model, weights, dtype)) if weights in QUANTIZED else form

@@ -5,7 +5,7 @@ so that each response waits for the others' prompts. Under *full load* all reque
 many run at a time.
 
 These closed forms are only for published rows of other engines (`shardwise validate`). Our own runs are simulated step by step
-(`play.py`), and none of their numbers comes from here.
+(`simulate.py`), and none of their numbers comes from here.
 """
 
 from __future__ import annotations

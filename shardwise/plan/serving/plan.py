@@ -17,9 +17,9 @@ from typing import Any
 from shardwise.hardware.engine_facts import EngineFacts
 from shardwise.plan.cost.job import cluster_of
 from shardwise.plan.serving.drafting import Speculation, tokens_a_step
-from shardwise.plan.serving.play import Place, Played, play, requests_of
 from shardwise.plan.serving.pool import ServingMemory, draft_run, host_pages, serving_memory
 from shardwise.plan.serving.served import ServedLoad
+from shardwise.plan.serving.simulate import EngineSize, Simulated, requests_of, simulate
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.run import AXES, Problem, Run, UserError
 from shardwise.run.draft import drafts
@@ -38,7 +38,7 @@ class ServingPlan:
     run: Run
     figures: LoadFigures
     memory: ServingMemory
-    played: tuple[Played, ...]
+    simulated: tuple[Simulated, ...]
     usd_per_hour: float
     holds: bool
     """Whether requests are served as fast as they arrive, within the limits."""
@@ -82,17 +82,17 @@ class ServingPlan:
     @cached_property
     def served(self) -> ServedLoad:
         """The same record that a measured load has."""
-        memory, played = self.memory, self.played
+        memory, simulated = self.memory, self.simulated
         owners = {
             "weights": memory.weights, "activations": memory.activations, "libraries": memory.libraries,
             "kv_cache": memory.cache, "pages": memory.pages, "total": memory.total,
         } | ({"draft_weights": memory.draft} if memory.draft else {})  # fmt: skip
         engine = {
-            "steps": sum(each.steps for each in played), "preemptions": sum(each.preemptions for each in played),
-            "running": max(each.most_running for each in played), "pages": max(each.most_pages for each in played),
+            "steps": sum(each.steps for each in simulated), "preemptions": sum(each.preemptions for each in simulated),
+            "running": max(each.most_running for each in simulated), "pages": max(each.most_pages for each in simulated),
         }  # fmt: skip
         if self.run.serve.speculate != "none":
-            engine |= {name: sum(getattr(each, name) for each in played) for name in ("drafted", "accepted")}
+            engine |= {name: sum(getattr(each, name) for each in simulated) for name in ("drafted", "accepted")}
         return ServedLoad(self.figures.as_dict(), engine, owners)
 
 
@@ -111,7 +111,7 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
         )
     times, draft = StepTime.of_run(run, cluster, drafts(run)), draft_run(run)
     guessing = None if draft is None else StepTime.of_run(draft, cluster, 1)
-    place = Place(memory.pages, host_pages(run, memory), model.max_positions, model.sliding_window)
+    size = EngineSize(memory.pages, host_pages(run, memory), model.max_positions, model.sliding_window)
     arrive = times.facts.profile.serve_arrive if over_http else 0.0
     asked = requests_of(serve, run.train.seed)
     # A client stays with its replica; with a rate, every request is a client of its own.
@@ -120,12 +120,12 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
     for request, client in zip(asked, clients_of, strict=True):
         shares[client % layout.replicate].append(request)
     clients = [len(range(n, serve.concurrency, layout.replicate)) for n in range(layout.replicate)]
-    played = tuple(
-        play(
+    simulated = tuple(
+        simulate(
             serve,
             share,
             times,
-            place,
+            size,
             0 if serve.rate else max(1, own),
             arrive,
             Speculation.of(serve, guessing, run.train.seed + n),
@@ -133,17 +133,17 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
         for n, (share, own) in enumerate(zip(shares, clients, strict=True))
     )
     errors: Counter[str] = Counter()
-    for each in played:
+    for each in simulated:
         errors.update(each.figures.errors)
     figures = LoadFigures(
-        tuple(made for each in played for made in each.figures.made),
-        sum(each.figures.requests for each in played),
-        max(each.figures.seconds for each in played),
-        played[0].figures.limits,
+        tuple(made for each in simulated for made in each.figures.made),
+        sum(each.figures.requests for each in simulated),
+        max(each.figures.seconds for each in simulated),
+        simulated[0].figures.limits,
         dict(errors),
     )
     price = (run.cluster.price or cluster.chip.price) * layout.world
-    return ServingPlan(run, figures, memory, played, price, _holds(run, figures), times.facts)
+    return ServingPlan(run, figures, memory, simulated, price, _holds(run, figures), times.facts)
 
 
 def _broken(run: Run) -> list[Problem]:

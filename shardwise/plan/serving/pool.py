@@ -12,9 +12,10 @@ from shardwise.hardware.engine_facts import engine_facts
 from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.run import LayoutConfig, ModelConfig, Run
 from shardwise.run.draft import draft_model, drafts
+from shardwise.run.dtypes import DTYPE_BYTES
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters
 from shardwise.run.served import ServingRank
-from shardwise.run.weights import BYTES, FORMATS, is_reduced, parameter_bytes
+from shardwise.run.weights import QUANTIZED, is_reduced, parameter_bytes
 
 PROMPT_ROWS = 256
 """Tokens whose logits are made at once where logprobs of a prompt are asked for."""
@@ -91,7 +92,7 @@ def activation_bytes(run: Run, stage: int = 0, packed: bool = False) -> int:
     every sequence, all-gathered over tensor ranks, and the copies that sampling makes; and one quantized matrix that is
     dequantized for its GEMM."""
     model, serve, layout = run.model, run.serve, run.layout
-    tokens, each, tensor = serve.max_step_tokens, BYTES[run.train.dtype], layout.tensor
+    tokens, each, tensor = serve.max_step_tokens, DTYPE_BYTES[run.train.dtype], layout.tensor
     wide = max(2 * model.ffn, model.heads * model.key_dim + token_elements(model))
     if model.experts:
         wide = max(wide, model.experts_per_token * (model.hidden + 2 * model.expert_ffn))
@@ -106,11 +107,11 @@ def activation_bytes(run: Run, stage: int = 0, packed: bool = False) -> int:
         prompts = min(PROMPT_ROWS, tokens) * model.vocab * (each + copies + gathered)
         layer = max(layer, 2 * tokens * model.hidden * each + prompts)
     unpacked = 0.0
-    if packed or serve.weights in FORMATS:
+    if packed or serve.weights in QUANTIZED:
         kinds = {model.is_moe(layer) for layer in range(model.layers)}
         entries = [entry for moe in kinds for entry in layer_parameters(model, moe) if is_reduced(entry)]
         unpacked = max(entry.numel for entry in entries) * each / tensor * (2 if model.gated else 1)
-    if serve.head in FORMATS and stage == layout.pipeline - 1:
+    if serve.head in QUANTIZED and stage == layout.pipeline - 1:
         unpacked = max(unpacked, model.vocab * model.hidden * each / tensor)
     return int(layer + (logits if stage == layout.pipeline - 1 else 0) + unpacked)
 
@@ -130,7 +131,9 @@ def draft_run(run: Run) -> Run | None:
 def page_bytes(run: Run, stage: int = 0) -> int:
     """Bytes of one page for the layers of a stage."""
     layers = len(served_layers(run)[stage])
-    return int(run.serve.page_tokens * layers * token_elements(run.model, run.layout.tensor) * BYTES[kv_dtype(run)])
+    return int(
+        run.serve.page_tokens * layers * token_elements(run.model, run.layout.tensor) * DTYPE_BYTES[kv_dtype(run)]
+    )
 
 
 def device_bytes(chip: Chip) -> int:

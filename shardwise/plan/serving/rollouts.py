@@ -25,18 +25,17 @@ from shardwise.ledger import Memory
 from shardwise.plan.cost.flops import forward_flops
 from shardwise.plan.cost.job import cluster_of, job_of
 from shardwise.plan.plan import prompt_tokens
-from shardwise.plan.serving.play import Place, Played, play
 from shardwise.plan.serving.pool import activation_bytes, device_bytes, stage_memory
+from shardwise.plan.serving.simulate import EngineSize, Simulated, simulate
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.plan.serving.weight_sync import WeightSync, is_whole, needed, part_width, rollout_layout
 from shardwise.plan.trainer.memory import memory_of
-from shardwise.plan.trainer.rank import WIDTHS
 from shardwise.run import LayoutConfig, Run
 from shardwise.run.derive import keeps_compute_copies, planned_on_gpu
+from shardwise.run.dtypes import DTYPE_BYTES
 from shardwise.run.load import LoadRequest
 from shardwise.run.parameters import find_parameter
 from shardwise.run.served import ServingRank
-from shardwise.run.weights import BYTES
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def answers_at_once(run: Run) -> int:
 
 def own_weight_bytes(run: Run, *, gpu: bool, rank: int = 0) -> int:
     """Bytes of weights that a rank's engine holds besides the trainer's."""
-    model, width = run.model, BYTES[run.train.dtype]
+    model, width = run.model, DTYPE_BYTES[run.train.dtype]
     low = run.train.dtype in ("bfloat16", "float16")
     copies = keeps_compute_copies(run, gpu=gpu)
     shares = is_whole(run) and not run.objective.asynchronous
@@ -210,20 +209,20 @@ def round_seconds(run: Run, memory: RolloutMemory) -> float:
     together = min(run.serve.max_sequences, run.serve.max_step_tokens, memory.pages // own)
     wave = -(-max(together, 1) // group) * group
     if answers <= WAVES[1] * wave:
-        return played_round(run, memory).figures.seconds
-    first, second = (played_round(run, memory, waves * wave).figures.seconds for waves in WAVES)
+        return simulated_round(run, memory).figures.seconds
+    first, second = (simulated_round(run, memory, waves * wave).figures.seconds for waves in WAVES)
     return second + (answers / wave - WAVES[1]) * (second - first) / (WAVES[1] - WAVES[0])
 
 
-def played_round(run: Run, memory: RolloutMemory, answers: int = 0) -> Played:
+def simulated_round(run: Run, memory: RolloutMemory, answers: int = 0) -> Simulated:
     """A round on the engine with the most completions, or with `answers` of them, all at full length, simulated with the engine's
     scheduler."""
     serve, asked = run.serve, run.objective
     engine = replace(run, layout=rollout_layout(run), serve=replace(serve, weights="auto", head="auto"))
     times = StepTime.of_run(engine, cluster_of(run))
-    place = Place(max(memory.pages, _least_pages(run)), 0, run.train.seq_len, run.model.sliding_window)
+    size = EngineSize(max(memory.pages, _least_pages(run)), 0, run.train.seq_len, run.model.sliding_window)
     own = [LoadRequest(0.0, prompt_tokens(run), asked.completion_tokens)] * (answers or answers_at_once(run))
-    return play(serve, own, times, place, group=asked.group)
+    return simulate(serve, own, times, size, group=asked.group)
 
 
 def weight_sync_seconds(run: Run) -> float:
@@ -231,13 +230,13 @@ def weight_sync_seconds(run: Run) -> float:
     timed for the rank that receives the most."""
     if is_whole(run):
         return 0.0
-    cluster, width = cluster_of(run), BYTES[run.train.dtype]
+    cluster, width = cluster_of(run), DTYPE_BYTES[run.train.dtype]
     ranks = run.layout.world // run.layout.replicate
     layout = rollout_layout(run)
     found = []
     for stage in range(layout.pipeline):
         sync = WeightSync(run, stage * (layout.world // layout.pipeline))
-        sizes = sync.received_bytes(WIDTHS, width)
+        sizes = sync.received_bytes(DTYPE_BYTES, width)
         found.append(sum(collective_seconds(cluster, "all_to_all", size, ranks) for size in sizes))
     return max(found)
 

@@ -23,8 +23,8 @@ from shardwise.plan.serving.inference import constants_of, fitted_inference
 from shardwise.plan.serving.pool import kv_dtype
 from shardwise.run import ModelConfig, Run
 from shardwise.run.derive import derive_model
-from shardwise.run.weights import BYTES
-from shardwise.run.weights import FORMATS as REDUCED
+from shardwise.run.dtypes import DTYPE_BYTES
+from shardwise.run.weights import QUANTIZED
 from shardwise.schedules.serving.settings import graph_sizes, is_short, shared_sizes
 
 GRID = 8
@@ -64,10 +64,10 @@ class StepTime:
         model, serve, lay = run.model, run.serve, run.layout
         form = stored_format(model, serve.weights, run.train.dtype)
         serving = Serving(
-            model, cluster, OURS, form, form, BYTES[kv_dtype(run)], lay.tensor, lay.pipeline, expert=lay.expert,
+            model, cluster, OURS, form, form, DTYPE_BYTES[kv_dtype(run)], lay.tensor, lay.pipeline, expert=lay.expert,
             expert_tensor=lay.shard * lay.context * lay.tensor // lay.expert,
             windowed=(1.0, model.sliding_window) if model.sliding_window else (0.0, 0),
-            head=FORMATS[STORED[serve.head]] if serve.head in REDUCED else None,
+            head=FORMATS[STORED[serve.head]] if serve.head in QUANTIZED else None,
         )  # fmt: skip
         return cls(serving, engine_facts(cluster.chip), min(serve.max_sequences, serve.max_step_tokens), drafts)
 
@@ -237,7 +237,7 @@ def curves_of(facts: EngineFacts, weights: str) -> Curves:
         )
         model = derive_model(sizes, 8192)
         form = stored_format(model, weights, dtype)
-        return Serving(model, cluster, OURS, form, form, BYTES[dtype])
+        return Serving(model, cluster, OURS, form, form, DTYPE_BYTES[dtype])
 
     def attention(shape: tuple[float, ...], tokens: float) -> float:
         return _seconds(layer(shape), Shape(1, tokens, tokens, False), True)

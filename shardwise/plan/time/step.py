@@ -208,7 +208,7 @@ def waves_of(name: str, ranks: int, microbatches: int, chunks: int) -> Waves:
     return Waves(cached_schedule(name, ranks, microbatches, chunks))
 
 
-def play(
+def makespans(
     layout: LayoutConfig,
     microbatches: Sequence[int],
     costs: Sequence[Cost],
@@ -249,7 +249,7 @@ def step_time(
     one, job = _costed(prepared, constants), prepared.job
     if play_one is not None:
         return _combined(one, play_one(job, one.cost, one.wire))
-    return _combined(one, *play(job.layout, [job.microbatches], [one.cost], [one.wire], [one.handing]))
+    return _combined(one, *makespans(job.layout, [job.microbatches], [one.cost], [one.wire], [one.handing]))
 
 
 def step_times(many: Sequence[Prepared]) -> list[Step]:
@@ -266,7 +266,7 @@ def step_times(many: Sequence[Prepared]) -> list[Step]:
         jobs = [one.prepared.job for one in ours]
         counts = [job.microbatches for job in jobs]
         wires, handings = [one.wire for one in ours], [one.handing for one in ours]
-        spans = play(jobs[0].layout, counts, [one.cost for one in ours], wires, handings)
+        spans = makespans(jobs[0].layout, counts, [one.cost for one in ours], wires, handings)
         steps |= {id(one): _combined(one, makespan) for one, makespan in zip(ours, spans, strict=True)}
     return [steps[id(one)] for one in every]
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 from shardwise.plan.trainer.rank import planned_rank
-from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.saved import saved
 from shardwise.plan.trainer.wire import Wire
 from shardwise.run import Run
 from shardwise.run.derive import JOINED, chunk_bytes, chunk_rows
+from shardwise.run.dtypes import INT64
 from shardwise.schedules import evictions
 
 
@@ -49,9 +49,7 @@ def _vocabulary(wire: Wire, shard: int) -> None:
     numbers = 2 if teaches else 2 + planned.targets  # the max, the sum, and the logits of targets
     wire.all_reduce("tensor", numbers * planned.tokens * planned.high_width, n, messages=2 * -(-planned.tokens // rows))
     if teaches:  # each rank's largest logits, and their token ids
-        wire.all_gather(
-            "tensor", (planned.targets - 1) * planned.tokens * (planned.high_width + INTEGER), n, messages=2
-        )
+        wire.all_gather("tensor", (planned.targets - 1) * planned.tokens * (planned.high_width + INT64), n, messages=2)
 
 
 def _document_sums(wire: Wire) -> None:
@@ -105,7 +103,7 @@ def _handed(wire: Wire) -> None:
         if 2 * rank < ranks and (count := evictions(ranks, rank, run.accumulation)):
             wire.send("pipeline", handed_bytes(run, planned.rank, rank), count)
             if rank == mine and run.model.experts:  # the size of each goes before it
-                wire.send("pipeline", INTEGER, count)
+                wire.send("pipeline", INT64, count)
 
 
 def uncut_gradients(wire: Wire) -> None:

@@ -15,10 +15,9 @@ from shardwise.plan.cost import memory as formulas
 from shardwise.plan.cost.host import IN_FLIGHT
 from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.trainer import muon, state
-from shardwise.plan.trainer.outside import head_sent, head_shrinks, outer_units
-from shardwise.plan.trainer.rank import PlannedRank, planned_rank
+from shardwise.plan.trainer.rank import PlannedRank, first_ranks, planned_rank
 from shardwise.plan.trainer.saved import Saved
-from shardwise.plan.trainer.traffic import first_ranks
+from shardwise.plan.trainer.units import head_sent, head_shrinks, outer_units
 from shardwise.run import Run
 from shardwise.run.derive import chunks_loss, compiles, planned_on_gpu
 from shardwise.run.sections.objective import FACTS

@@ -13,13 +13,14 @@ from math import prod
 from typing import NamedTuple
 
 from shardwise.hardware import collective_seconds, gemm_seconds, memory_seconds
-from shardwise.plan.cost.job import BYTES, Job, Number
+from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import span
 from shardwise.plan.cost.parameters import zero_groups
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.plan.trainer.wire import Wire
 from shardwise.run import ModelConfig
 from shardwise.run.derive import NEWTON_SCHULZ_ITERATIONS
+from shardwise.run.dtypes import DTYPE_BYTES
 from shardwise.run.parameters import Parameter, layer_parameters
 
 LAUNCHES = 7.0
@@ -78,7 +79,7 @@ def iteration_dtype(job: Job) -> str:
 
 def _layer(job: Job, moe: bool) -> MuonSeconds:
     lay, chip, cluster, dtype = job.layout, job.cluster.chip, job.cluster, iteration_dtype(job)
-    held, item = max(4.0, BYTES[job.dtype]), BYTES[dtype]
+    held, item = max(4.0, DTYPE_BYTES[job.dtype]), DTYPE_BYTES[dtype]
     zero, expert_zero = zero_groups(job)
     found = MuonSeconds()
     for matrix in layer_matrices(job.model, moe):

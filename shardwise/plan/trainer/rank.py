@@ -20,16 +20,20 @@ from shardwise.run.derive import (
     shard_dim,
     uses_fp8_all_gather,
 )
+from shardwise.run.dtypes import DTYPE_BYTES
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters, shard_length
 from shardwise.run.sections.adapter import AdapterConfig
 from shardwise.run.sections.objective import FACTS, ObjectiveFacts, facts_of, targets_of
 from shardwise.run.teacher import teacher_run
 from shardwise.schedules import PASSES, Schedule, cached_schedule, fewer_rounds
 
-WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint8": 1}
-"""Bytes of an element."""
 SCALE = 4
 """Bytes of an fp8 scale."""
+
+
+def first_ranks(run: Run) -> range:
+    """The first rank of every pipeline rank: shards are assigned from there on, so none of its peers holds more."""
+    return range(0, run.layout.world, run.layout.world // run.layout.pipeline)
 
 
 def reference_run(run: Run) -> Run:
@@ -147,7 +151,7 @@ class PlannedRank:
     @cached_property
     def width(self) -> int:
         """Bytes of an activation's element."""
-        return WIDTHS[self.run.train.dtype]
+        return DTYPE_BYTES[self.run.train.dtype]
 
     @cached_property
     def fused(self) -> bool:
@@ -191,7 +195,7 @@ class PlannedRank:
     def held_width(self, parameter: PlannedParameter) -> int:
         """Bytes of a parameter's element as it is held; a frozen one has its own dtype, or else the compute dtype."""
         if parameter.entry.dtype:
-            return WIDTHS[parameter.entry.dtype]
+            return DTYPE_BYTES[parameter.entry.dtype]
         return self.high_width if parameter.learns else self.width
 
     def casts(self, parameter: PlannedParameter) -> bool:
@@ -201,7 +205,7 @@ class PlannedRank:
     @property
     def reduce_width(self) -> int:
         """Bytes of a gradient's element while it is reduced over ranks."""
-        return WIDTHS[self.run.train.reduce_dtype] if self.width < 4 else self.high_width
+        return DTYPE_BYTES[self.run.train.reduce_dtype] if self.width < 4 else self.high_width
 
     @cached_property
     def is_sharded(self) -> bool:

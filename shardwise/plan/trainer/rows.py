@@ -1,12 +1,9 @@
-"""Rows that routers send to experts, and the bytes of their indices."""
+"""Rows that routers send to experts."""
 
 from __future__ import annotations
 
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run.derive import accepted_choices
-
-INTEGER = 8
-"""Bytes of an index: of a token, or of an expert."""
 
 
 def rows_to_experts(planned: PlannedRank) -> tuple[int, int]:

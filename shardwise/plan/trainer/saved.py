@@ -45,13 +45,13 @@ from fractions import Fraction
 from itertools import groupby
 
 from shardwise.plan.cost.operations import quantized
-from shardwise.plan.trainer.outside import head_gradient_width
 from shardwise.plan.trainer.rank import PlannedRank, Stage
-from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.saved_experts import moe
-from shardwise.plan.trainer.saved_layers import INDEX, attention, feed_forward, gathered, linear, norm
+from shardwise.plan.trainer.saved_layers import attention, feed_forward, gathered, linear, norm
 from shardwise.plan.trainer.tape import Tape
+from shardwise.plan.trainer.units import head_gradient_width
 from shardwise.run.derive import uses_varlen_attention
+from shardwise.run.dtypes import INT32, INT64
 
 Rows = Mapping[int, tuple[int, int]]
 """By MoE layer: rows that a rank has for the experts in a microbatch, and rows that reach the experts it holds."""
@@ -110,13 +110,13 @@ def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved
     if not stage.first:
         tape.save(x)
     if stage.first and run.layout.tensor > 1 and not run.adapter.used:
-        tape.save_new("embedding rows", planned.tokens, INTEGER)
+        tape.save_new("embedding rows", planned.tokens, INT64)
         tape.save_new("embedding known", planned.tokens, 1)
     if m.embedding_norm and stage.first and not run.adapter.used:
         tape.parameters = {p.entry.name: p for p in planned.outer_parameters(stage)}
         norm(tape, tape.make("embedded", planned.local_tokens * m.hidden), "embed_norm", planned.local_tokens)
     if m.position == "learned" and m.position_offset and stage.first and not run.adapter.used:
-        tape.save_new("positions", run.train.seq_len // run.layout.context, INTEGER)
+        tape.save_new("positions", run.train.seq_len // run.layout.context, INT64)
     if m.position == "rotary" and stage.layers:
         width = m.rope_dim if m.attention == "latent" else m.head_dim
         tape.save_new("rope", 2 * run.train.seq_len // run.layout.context * width, planned.high_width)
@@ -125,7 +125,7 @@ def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved
         tape.save_new("alibi", (heads + run.train.seq_len // run.layout.context) * each)
     windowed = 0 < m.sliding_window < run.train.seq_len
     if stage.layers and windowed and run.layout.context > 1 and run.layout.context_method != "ulysses":
-        tape.save_new("bounds", run.train.seq_len, INDEX)
+        tape.save_new("bounds", run.train.seq_len, INT32)
     masked = windowed and not uses_varlen_attention(run, gpu=planned.fused)
     recomputes: int | Fraction = 0
     left_out: list[int | Fraction] = [0, 0, 0]
@@ -202,12 +202,12 @@ def loss(tape: Tape, x: str) -> None:
         tape.save(gathered(tape, normed, "head input"))
         tape.save_new("log-sum-exp and the gradient of log-probabilities", (1 + planned.targets) * planned.tokens, high)
         if planned.objective.teacher:
-            tape.save_new("the tokens of both", planned.targets * planned.tokens, INTEGER)
+            tape.save_new("the tokens of both", planned.targets * planned.tokens, INT64)
     else:
         linear(tape, gathered(tape, normed, "head input"), head.entry.name.removesuffix(".weight"))
         tape.save_new("probabilities", planned.tokens * head.shape[0], high)
         if planned.run.layout.tensor == 1:
             tape.save_new("total weight", 1, high)  # of PyTorch's `nll_loss`
         else:
-            tape.save_new("target rows", planned.tokens, INTEGER)
+            tape.save_new("target rows", planned.tokens, INT64)
             tape.save_new("targets local and counted", 2 * planned.tokens, 1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from shardwise.plan.trainer.rows import INTEGER, rows_to_experts
-from shardwise.plan.trainer.saved_layers import INDEX, feed_forward, gathered
+from shardwise.plan.trainer.rows import rows_to_experts
+from shardwise.plan.trainer.saved_layers import feed_forward, gathered
 from shardwise.plan.trainer.tape import Tape
+from shardwise.run.dtypes import INT32, INT64
 
 
 def moe(tape: Tape, x: str, rows: tuple[int, int] | None) -> None:
@@ -24,13 +25,13 @@ def moe(tape: Tape, x: str, rows: tuple[int, int] | None) -> None:
         dispatched = arrived = chosen
     experts(tape, dispatched, arrived)
     if tape.fused_dispatch:
-        tape.save_new("places", chosen, INDEX)
+        tape.save_new("places", chosen, INT32)
         tape.save_new("results", dispatched * m.hidden)
     else:
         if m.expert_capacity:  # index_copy saves its source, though only the shape is needed
             tape.save_new("combined", dispatched * m.hidden)
         else:
-            tape.save_new("inverse order", chosen, INTEGER)
+            tape.save_new("inverse order", chosen, INT64)
         tape.save_new("results", chosen * m.hidden)
     if m.shared_experts:
         feed_forward(tape, gathered(tape, x, "shared input"), "ffn.shared")
@@ -51,7 +52,7 @@ def router(tape: Tape, x: str) -> None:
     tape.save_new("router logits", tokens * m.experts, high)
     tape.save_new("router scores", tokens * m.experts, high)
     tape.save_new("router log sums", tokens, high)
-    tape.save_new("chosen", tokens * k, INTEGER)
+    tape.save_new("chosen", tokens * k, INT64)
     tape.save_new("loads", micro * m.experts, high)
     if m.router == "sigmoid":
         tape.save_new("score sums", tokens, high)
@@ -71,15 +72,15 @@ def experts(tape: Tape, dispatched: int | Fraction, arrived: int | Fraction) -> 
     count, width, hidden = weights["gate"].shape
     hidden *= weights["gate"].entry.packed
     if not fused:
-        tape.save_new("expert order", dispatched, INTEGER)
+        tape.save_new("expert order", dispatched, INT64)
     if lay.expert > 1:
-        tape.save_new("arrived order", arrived if fused else 2 * arrived, INDEX if fused else INTEGER)
+        tape.save_new("arrived order", arrived if fused else 2 * arrived, INT32 if fused else INT64)
     # Experts that no other rank has a shard of are not all-gathered, so no all-gather casts them.
     alone = planned.size("expert_shard") == lay.sharding_replicas == 1 and not lay.offload
     if tape.low_precision and (alone or not planned.is_sharded):
         tape.save_new("expert weights", learned)
     if tape.fused_gemms and hidden % 8 == width % 8 == 0:  # one grouped GEMM, which reads where each expert's rows end
-        tape.save_new("expert ends", count, INDEX)
+        tape.save_new("expert ends", count, INT32)
     tape.save_new("expert gate, up and function", 3 * arrived * width)
     inputs = dict(gate=("expert rows", hidden), up=("expert rows", hidden), down=("expert inner", width))
     for part, (name, inner) in inputs.items():
@@ -99,4 +100,4 @@ def experts(tape: Tape, dispatched: int | Fraction, arrived: int | Fraction) -> 
             tape.save_new(f"expert {part} lengths", magnitude.numel, planned.high_width)
     rescaled = adapter.kind == "dora" and any(p.entry.adapted for p in weights.values())
     if adapter.kind == "qlora" or rescaled:  # to find the rows of each expert again
-        tape.save_new("expert counts", count, INTEGER)
+        tape.save_new("expert counts", count, INT64)

@@ -7,12 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwise.plan.trainer.rank import SCALE
-from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.tape import Tape
 from shardwise.run.derive import uses_fp8_all_gather, uses_fp8_gemm, uses_varlen_attention
-
-INDEX = 4
-"""Bytes of an index into a batch of rows: the end of an expert's rows, or the row of a choice."""
+from shardwise.run.dtypes import INT64
 
 
 def linear(tape: Tape, x: str, name: str, *, edge: bool = False, added: bool = False, joins: str = "") -> str:
@@ -204,7 +201,7 @@ def fused_attention(tape: Tape, heads: Heads, out: str) -> str:
     windowed = 0 < m.sliding_window < train.seq_len
     varlen = windowed and uses_varlen_attention(tape.planned.run, gpu=tape.planned.fused)
     if tape.planned.fused:
-        tape.save_new("random state", 3 if varlen else 2, INTEGER)
+        tape.save_new("random state", 3 if varlen else 2, INT64)
     if varlen:
         tape.save_new("cu_seqlens", train.microbatch + 1, 4)
     elif windowed:

@@ -11,14 +11,13 @@ from operator import attrgetter
 from shardwise.plan.cost.host import STEP_COUNT, HostBytes, device_width, gradients_in_flight, host_bytes
 from shardwise.plan.trainer import compression
 from shardwise.plan.trainer.ends import handed_bytes
-from shardwise.plan.trainer.outside import outer_units
-from shardwise.plan.trainer.rank import WIDTHS, PlannedRank, planned_rank, reference_run
-from shardwise.plan.trainer.rows import INTEGER
+from shardwise.plan.trainer.rank import PlannedRank, planned_rank, reference_run
 from shardwise.plan.trainer.saved import Saved, recomputed_parts, saved
-from shardwise.plan.trainer.secondary import secondary_bytes
+from shardwise.plan.trainer.units import outer_units, secondary_bytes
 from shardwise.run import Run
 from shardwise.run.axes import HOLDS_ALL
 from shardwise.run.derive import chunk_bytes, chunk_rows, forward_passes
+from shardwise.run.dtypes import DTYPE_BYTES, INT64
 from shardwise.schedules import PASSES, Schedule, cached_schedule, fewer_rounds, peak_activations, versions_kept
 
 
@@ -67,7 +66,7 @@ def weight_versions(planned: PlannedRank) -> int:
 
 def hosted(run: Run) -> HostBytes:
     """Bytes on the host where it runs the optimizer, for the run's only rank; moments in files are not in its memory."""
-    found = host_bytes(run.model, WIDTHS[run.train.dtype], several=run.accumulation > 1)
+    found = host_bytes(run.model, DTYPE_BYTES[run.train.dtype], several=run.accumulation > 1)
     return found._replace(held=found.held - found.moments) if run.memory.on_disk else found
 
 
@@ -117,13 +116,13 @@ def _of_targets(planned: PlannedRank) -> tuple[int, int]:
     if planned.targets == 1:
         return 0, 0
     count = planned.tokens * planned.targets
-    kept = count * (2 * INTEGER + 2 + 2 * planned.high_width)
+    kept = count * (2 * INT64 + 2 + 2 * planned.high_width)
     return kept, kept + 5 * count * planned.high_width
 
 
 def _said_by_teacher(planned: PlannedRank) -> int:
     """Bytes of the teacher's tokens and log-probabilities of all microbatches of a step, made before the first is trained on."""
-    each = (planned.targets - 1) * (INTEGER + planned.high_width)
+    each = (planned.targets - 1) * (INT64 + planned.high_width)
     return planned.run.stage_microbatches * planned.tokens * each
 
 

@@ -20,20 +20,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from shardwise.ledger import AXIS_OF as AXIS_OF
-from shardwise.ledger import Traffic
+from shardwise.ledger import AXIS_OF, Traffic
 from shardwise.plan.cost.compression import BUCKET, FIRST_BUCKET, SUM
 from shardwise.plan.trainer.compression import exchange
 from shardwise.plan.trainer.ends import ends, pipeline, uncut_gradients
 from shardwise.plan.trainer.muon import gathered_matrices
-from shardwise.plan.trainer.outside import outer_units
-from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage, reference_run
-from shardwise.plan.trainer.rows import INTEGER, rows_to_experts
-from shardwise.plan.trainer.secondary import secondary_bytes, secondary_ranks
+from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage, first_ranks, reference_run
+from shardwise.plan.trainer.rows import rows_to_experts
+from shardwise.plan.trainer.units import outer_units, secondary_bytes, secondary_ranks
 from shardwise.plan.trainer.wire import Groups, Times, Wire
 from shardwise.run import Run
 from shardwise.run.compression import block_bytes, blocks_of
 from shardwise.run.derive import forward_passes, uses_fp8_gemm
+from shardwise.run.dtypes import INT64
 from shardwise.run.parameters import magnitude_of
 
 Moved = tuple[int, int]
@@ -49,11 +48,11 @@ CHUNKS = 2
 def traffic(run: Run, rank: int | None = None) -> Traffic:
     """Bytes and messages of a rank in one step; without `rank`, of the rank that sends most."""
     if rank is not None:
-        return ledger(by_group(PlannedRank(run, rank)))
+        return by_axis(by_group(PlannedRank(run, rank)))
     apart: dict[object, PlannedRank] = {}
     for place in (PlannedRank(run, first) for first in first_ranks(run)):
         apart.setdefault(_sends(place), place)
-    return ledger(max(map(by_group, apart.values()), key=lambda groups: sum(sent.bytes for sent in groups.values())))
+    return by_axis(max(map(by_group, apart.values()), key=lambda groups: sum(sent.bytes for sent in groups.values())))
 
 
 def _sends(place: PlannedRank) -> tuple[object, ...]:
@@ -68,12 +67,7 @@ def _sends(place: PlannedRank) -> tuple[object, ...]:
     return place.kinds, near, dry, number if place.run.layout.schedule == "bpipe" else -1
 
 
-def first_ranks(run: Run) -> range:
-    """The first rank of every pipeline rank: shards are assigned from there on, so none of its peers holds more."""
-    return range(0, run.layout.world, run.layout.world // run.layout.pipeline)
-
-
-def ledger(groups: Groups) -> Traffic:
+def by_axis(groups: Groups) -> Traffic:
     """The ledger's record, with groups named by their axis."""
     size: dict[str, dict[str, float]] = {}
     messages: dict[str, dict[str, float]] = {}
@@ -349,10 +343,10 @@ def router(wire: Wire, ffn: Times, once: Times) -> None:
     statistics = 2 * planned.run.train.microbatch * m.experts * planned.high_width
     wire.all_reduce("sequence", statistics, ffn.forward, messages=2)
     if m.expert_capacity:
-        wire.all_gather("sequence", tokens * m.experts_per_token * INTEGER, ffn.forward)
+        wire.all_gather("sequence", tokens * m.experts_per_token * INT64, ffn.forward)
     if lay.expert_tensor:
         chosen = tokens * m.experts_per_token
-        wire.all_gather("tensor", chosen * (planned.high_width + INTEGER), ffn.forward, messages=2)
+        wire.all_gather("tensor", chosen * (planned.high_width + INT64), ffn.forward, messages=2)
         wire.reduce_scatter("tensor", chosen * planned.high_width, ffn.backward)
         shard = tokens * m.hidden * planned.width
         # The sum of the experts' outputs ends the layer, unless shared experts follow.
@@ -372,13 +366,13 @@ def dispatch(wire: Wire, ffn: Times, rows: Moved, calls: int) -> None:
     """`expert.py`: token rows dispatched to the ranks of their experts and combined, after their counts; where the experts'
     adapters use dropout, the rows' token indices travel too."""
     planned = wire.planned
-    wire.all_to_all("expert", planned.run.model.experts * INTEGER, ffn.forward)
+    wire.all_to_all("expert", planned.run.model.experts * INT64, ffn.forward)
     passes = Fraction(ffn.forward + ffn.backward, calls)
     size = passes * sum(rows) * planned.run.model.hidden * planned.width
     wire.moved("expert", size, 2 * (ffn.forward + ffn.backward))
     adapted = any(p.entry.routed and p.entry.adapted for p in planned.layer_table(True).values())
     if planned.run.adapter.dropout and adapted and not wire.forward_only:
-        wire.moved("expert", Fraction(ffn.forward, calls) * rows[0] * INTEGER, ffn.forward)
+        wire.moved("expert", Fraction(ffn.forward, calls) * rows[0] * INT64, ffn.forward)
 
 
 def loads(wire: Wire) -> None:

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 
 from shardwise.ledger import PASSES, Work
 from shardwise.plan.trainer import muon
-from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank, reference_run
+from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank, first_ranks, reference_run
 from shardwise.plan.trainer.rows import rows_to_experts
-from shardwise.plan.trainer.traffic import first_ranks
 from shardwise.run import Run
 from shardwise.run.derive import uses_fp8_gemm
 from shardwise.run.parameters import matrix_of

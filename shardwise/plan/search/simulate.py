@@ -31,7 +31,7 @@ from shardwise.plan.time.step import (
 from shardwise.schedules import rounds_to_play
 
 Array = Any
-Place = tuple[Group, LayoutIndex]
+IndexedLayout = tuple[Group, LayoutIndex]
 
 
 class _Costed(NamedTuple):
@@ -45,7 +45,7 @@ class _Costed(NamedTuple):
     rest: Array
 
 
-def play(places: Sequence[Place]) -> list[float]:
+def simulate(places: Sequence[IndexedLayout]) -> list[float]:
     """Step seconds of each layout, equal to those of its plan."""
     if not places:
         return []

@@ -1,6 +1,9 @@
-"""The parameters outside of the layers: which are gathered and reduced together, and what the head's gradient takes."""
+"""What `fully_shard` gathers and reduces together: the units of the parameters outside the layers, what the head's gradient takes,
+and the secondary shards of the layers (`parallel/shard.py`)."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank, Stage
 from shardwise.run.derive import chunk_bytes, chunk_rows, gathers_embedding_apart, gathers_head_apart
@@ -44,3 +47,19 @@ def head_sent(planned: PlannedRank) -> float:
     head = planned.vocabulary(stage)
     arrived, ranks = head.shard_numel(planned.size("zero")), planned.size("zero")
     return float(arrived * (ranks * planned.width + planned.reduce_width) * head.learns)
+
+
+def secondary_ranks(planned: PlannedRank, parameter: PlannedParameter) -> int:
+    """How many ranks a layer's parameter has secondary shards over; 1 if it has none."""
+    lay = planned.run.layout
+    if not parameter.entry.routed:
+        return lay.secondary_shard
+    return 1 if parameter.shard_dim(planned.size(parameter.group)) else lay.expert_secondary_shard
+
+
+def secondary_bytes(planned: PlannedRank, parameters: Iterable[PlannedParameter]) -> int:
+    """Bytes of the secondary shards of parameters that were gathered for a forward pass."""
+    if planned.run.layout.secondary_shard <= 1:  # most runs; a search calls this for thousands of layers
+        return 0
+    ranks = ((p, planned.size(p.group), secondary_ranks(planned, p)) for p in parameters)
+    return sum(p.shard_numel(every) * every // few for p, every, few in ranks if few > 1) * planned.width

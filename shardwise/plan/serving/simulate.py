@@ -26,7 +26,7 @@ STEADY = 4
 
 
 @dataclass(frozen=True)
-class Place:
+class EngineSize:
     """Where a load is simulated: the pages of a device and of its host, and the longest sequence and window of the model."""
 
     pages: int
@@ -49,7 +49,7 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Played:
+class Simulated:
     """The result of a load on one engine."""
 
     figures: LoadFigures
@@ -78,21 +78,21 @@ def requests_of(serve: ServeConfig, seed: int = 0) -> list[LoadRequest]:
     return draw_load(serve.requests or usual, serve.rate, inputs, outputs, seed)
 
 
-def play(
-    serve: ServeConfig, asked: Items[LoadRequest], times: StepTime, place: Place, concurrency: int = 0, arrive: float = 0.0,
+def simulate(
+    serve: ServeConfig, asked: Items[LoadRequest], times: StepTime, size: EngineSize, concurrency: int = 0, arrive: float = 0.0,
     guesses: Speculation | None = None,
     group: int = 1,
-) -> Played:  # fmt: skip
+) -> Simulated:  # fmt: skip
     """Simulates one engine. With `concurrency`, that many requests are in flight at a time. A request takes `arrive` seconds to the
     engine and back. Each `group` consecutive requests are completions of one prompt: all but the first are forked once the prompt
     is computed."""
-    pool = PagePool(place.pages, serve.page_tokens, place.host_pages, serve.prefix_cache)
+    pool = PagePool(size.pages, serve.page_tokens, size.host_pages, serve.prefix_cache)
     sequences = min(serve.max_sequences, serve.max_step_tokens)
     stages = Stages(times.serving.pipeline)
     ahead = times.gpu and stages.count == 1 and guesses is None
     kept = stages.count - 1 or int(ahead)
     settings = Settings(
-        sequences, serve.max_step_tokens, place.longest, serve.preemption, place.window, stages=stages.count
+        sequences, serve.max_step_tokens, size.longest, serve.preemption, size.window, stages=stages.count
     )
     scheduler = Scheduler(settings, pool)
     coming = deque(enumerate(asked))
@@ -172,7 +172,7 @@ def play(
     limits = Limits(*(limit or float("inf") for limit in (serve.ttft_ms, serve.tpot_ms)))
     figures = LoadFigures(tuple(made), len(made) + failed, host, limits, {TOO_LONG: failed} if failed else {})
     did, told = scheduler.did, (guesses.drafted, guesses.accepted) if guesses is not None else (0, 0)
-    return Played(figures, did.steps, scheduler.preemptions, did.most_running, did.most_pages, *told)
+    return Simulated(figures, did.steps, scheduler.preemptions, did.most_running, did.most_pages, *told)
 
 
 def step_sizes(step: Step) -> tuple[int, int, list[tuple[int, int]], int]:
