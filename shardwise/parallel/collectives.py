@@ -22,6 +22,9 @@ from shardwise.parallel.activations.saving import note
 from shardwise.torch_private import group_named
 
 Group = dist.ProcessGroup | None
+# PyTorch 2.13 has new names for these two, and warns of the old ones.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -33,10 +36,10 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     size = dist.get_world_size(group)
     if _lies_first(x, dim):
         out = x.new_empty((*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]))
-        dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=group)
+        all_gather_single(out.view(-1), x.contiguous().view(-1), group=group)
         return out
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    all_gather_single(out, x.contiguous(), group=group)
     return torch.cat(out.chunk(size), dim=dim)
 
 
@@ -52,7 +55,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     size = dist.get_world_size(group)
     stacked = x.contiguous() if _lies_first(x, dim) else torch.cat(x.chunk(size, dim=dim))
     out = x.new_empty((*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :]))
-    dist.reduce_scatter_tensor(out.view(-1), stacked.view(-1), group=group)
+    reduce_scatter_single(out.view(-1), stacked.view(-1), group=group)
     return out
 
 

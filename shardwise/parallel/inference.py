@@ -31,6 +31,7 @@ from shardwise.model.layers import FeedForward, Linear
 from shardwise.model.moe.layer import MoE
 from shardwise.model.moe.ops import combine, combine_weighted, dispatch, has_fused_kernels, sort_by_expert
 from shardwise.model.transformer import Block, Transformer, make_stage
+from shardwise.parallel.collectives import all_gather_single
 from shardwise.parallel.local_parameter import allocate_buffers, leaves
 from shardwise.parallel.p2p import irecv, isend
 from shardwise.run import LayoutConfig, ModelConfig
@@ -74,7 +75,7 @@ class Peers:
             return x
         if self.invariant:
             found = x.new_empty(self.place.layout.tensor * len(x), *x.shape[1:])
-            dist.all_gather_into_tensor(found, x.contiguous(), group=self.tensor)
+            all_gather_single(found, x.contiguous(), group=self.tensor)
             return x.copy_(in_order(list(found.split(len(x)))))
         dist.all_reduce(x, group=self.tensor)
         return x
@@ -94,7 +95,7 @@ class Peers:
         if logits.shape[1] < each:
             logits = F.pad(logits, (0, each - logits.shape[1]))
         found = logits.new_empty(ranks, len(logits), each)
-        dist.all_gather_into_tensor(found.view(-1, each), logits.contiguous(), group=self.tensor)
+        all_gather_single(found.view(-1, each), logits.contiguous(), group=self.tensor)
         return found.transpose(0, 1).flatten(1)[:, :vocab]
 
     def receive(self, into: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwise.model.attention import GroupedAttention
 from shardwise.model.layers import FeedForward, Linear
 from shardwise.parallel.activations.saving import note
-from shardwise.parallel.collectives import Group, all_gather
+from shardwise.parallel.collectives import Group, all_gather, all_gather_single, reduce_scatter_single
 
 CHUNKS = 2
 
@@ -30,9 +30,7 @@ def _arriving(x: Tensor, group: Group) -> Iterator[tuple[int, int, Tensor]]:
     sent = []
     for chunk in x.chunk(chunks, dim=1):
         out = x.new_empty((ranks, *chunk.shape))
-        sent.append(
-            (out, dist.all_gather_into_tensor(out.flatten(0, 1), chunk.contiguous(), group=group, async_op=True))
-        )
+        sent.append((out, all_gather_single(out.flatten(0, 1), chunk.contiguous(), group=group, async_op=True)))
     for number, (out, work) in enumerate(sent):
         work.wait()
         yield number, chunks, out
@@ -46,7 +44,7 @@ def _in_chunks(x: Tensor, ranks: int, chunks: int) -> Tensor:
 def _scatter_async(x: Tensor, group: Group) -> tuple[Tensor, Any]:
     """Start a reduce-scatter of [ranks, batch, sequence, width]; each rank keeps its own shard."""
     out = x.new_empty(x.shape[1:])
-    return out, dist.reduce_scatter_tensor(out, x.flatten(0, 1), group=group, async_op=True)
+    return out, reduce_scatter_single(out, x.flatten(0, 1), group=group, async_op=True)
 
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.data.batches import IGNORE_INDEX
+from shardwise.parallel.collectives import all_gather_single
 from shardwise.run import Run
 from shardwise.train.objectives.grpo import AnswerBatch, weights_of
 from shardwise.tune.advantages import group_advantages
@@ -105,7 +106,7 @@ def exchange(own: Answers, prompts: int, group: int, device: torch.device, ranks
     sent = torch.zeros(share, table.shape[1], dtype=torch.float64, device=device)
     sent[: len(table)] = torch.from_numpy(table).to(device)
     found = torch.empty(world * share, table.shape[1], dtype=torch.float64, device=device)
-    dist.all_gather_into_tensor(found, sent)
+    all_gather_single(found, sent)
     every = found.cpu().numpy()
     place = np.arange(prompts)
     rows = np.asarray(ranks)[place % world] * share + place // world * group

@@ -17,6 +17,7 @@ from shardwise.measure.bench.machine import empty_profile
 from shardwise.measure.rehearse import Rehearsal, planned_seconds, profiled, rehearse
 from shardwise.measure.stand_in import repeat, stand_in_collectives
 from shardwise.measure.verify import random_batch
+from shardwise.parallel.collectives import all_gather_single, reduce_scatter_single
 from shardwise.plan.cost.job import job_of
 from shardwise.plan.plan import plan
 from shardwise.report.pick import agreement
@@ -34,11 +35,11 @@ def small(*more: str) -> Run:
 def test_stand_ins_give_tensors_of_the_right_shape() -> None:
     with stand_in_collectives(3, 8):
         mine, whole = torch.arange(4.0), torch.empty(32)
-        dist.all_gather_into_tensor(whole, mine)
+        all_gather_single(whole, mine)
         assert torch.equal(whole, mine.repeat(8))
         pair = dist.new_group([2, 3])
         half = torch.empty(2)
-        dist.reduce_scatter_tensor(half, mine, group=pair)
+        reduce_scatter_single(half, mine, group=pair)
         assert half.tolist() == [2, 3]  # the second of two ranks keeps its own part
         got = torch.zeros(1000)
         work = dist.irecv(got, 2, group=pair)

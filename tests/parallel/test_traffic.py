@@ -19,6 +19,7 @@ from shardwise.measure.counts.traffic import Traffic, TrafficCounter
 from shardwise.measure.verify import TOLERANCE, random_batch, verify_rank
 from shardwise.parallel import context, gradients
 from shardwise.parallel.blockwise import BlockMask, Bounds, attend_block, attend_block_backward
+from shardwise.parallel.collectives import all_gather_single, reduce_scatter_single
 from shardwise.plan.trainer import ends
 from shardwise.run import Run
 from shardwise.train.step import TrainState
@@ -31,9 +32,9 @@ def known_calls(rank: int) -> Traffic:
     mine, all_of_it = torch.ones(5), torch.empty(15)
     with TrafficCounter(names) as counter:
         dist.all_reduce(mine)
-        dist.all_gather_into_tensor(all_of_it, mine)
+        all_gather_single(all_of_it, mine)
         dist.all_gather([torch.empty(5) for _ in range(3)], mine)
-        dist.reduce_scatter_tensor(mine, all_of_it)
+        reduce_scatter_single(mine, all_of_it)
         dist.all_to_all_single(all_of_it, all_of_it.clone())
         if rank < 2:
             # The first rank keeps three rows and sends two, the second sends one and keeps four.

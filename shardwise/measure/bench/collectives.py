@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.hardware import COLLECTIVES
+from shardwise.parallel.collectives import all_gather_single, reduce_scatter_single
 
 Point = dict[str, Any]
 
@@ -45,8 +46,8 @@ def collective(
     whole, shard = torch.ones(numel, device=device), torch.ones(shard_numel, device=device)
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, shard, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, whole, group=group),
+        "all_gather": lambda: all_gather_single(whole, shard, group=group),
+        "reduce_scatter": lambda: reduce_scatter_single(shard, whole, group=group),
         "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
         "broadcast": lambda: dist.broadcast(whole, src=0, group=group),
         "send": lambda: _send_to_next(whole, size, group),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.parallel.collectives import all_gather_single
 from shardwise.parallel.compress.codecs import CODECS, from_bytes, to_bytes
 from shardwise.parallel.compress.compressor import State, zeros_like
 from shardwise.run.compression import BLOCK, blocks_of, share_of_blocks
@@ -74,7 +75,7 @@ class PendingReduction:
             for state, left in zip(self.states, _of_blocks(self.blocks, self.tensors, self.method), strict=True):
                 for kept in state.values():
                     kept.copy_(left)
-        self.work = dist.all_gather_into_tensor(self.arrived, sums, group=self.group, async_op=True)
+        self.work = all_gather_single(self.arrived, sums, group=self.group, async_op=True)
         self.added = True
 
     def finish(self) -> None:

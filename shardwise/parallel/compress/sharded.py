@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.parallel.collectives import all_gather_single
 from shardwise.parallel.compress.codecs import CODECS, from_bytes, to_bytes
 from shardwise.run.compression import BLOCK, blocks_of
 
@@ -66,11 +67,11 @@ class QuantizedAllGather(_Quantized):
             output_tensor.copy_(input_tensor)
             return
         if ranks < self.ranks:
-            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+            all_gather_single(output_tensor, input_tensor, group=group)
             return
         mine = self.encoded(input_tensor.view(1, -1))
         every = mine.new_empty(ranks * len(mine), mine.shape[1])
-        dist.all_gather_into_tensor(every, mine, group=group)
+        all_gather_single(every, mine, group=group)
         self.decode(every, output_tensor.view(ranks, length))
 
 

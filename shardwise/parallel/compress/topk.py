@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.parallel.collectives import all_gather_single
 from shardwise.parallel.compress.compressor import State, zeros_like
 from shardwise.run.compression import kept
 
@@ -36,8 +37,8 @@ class TopK:
         values, places = torch.cat([v for v, _ in chosen]), torch.cat([p for _, p in chosen])
         ranks = dist.get_world_size(self.group)
         all_values, all_places = (x.new_empty(ranks * len(x)) for x in (values, places))
-        dist.all_gather_into_tensor(all_values, values, group=self.group)
-        dist.all_gather_into_tensor(all_places, places, group=self.group)
+        all_gather_single(all_values, values, group=self.group)
+        all_gather_single(all_places, places, group=self.group)
         sums = [values.new_zeros(each.numel()) for each in tensors]
         for some, where in zip(all_values.chunk(ranks), all_places.chunk(ranks), strict=True):
             for total, v, p in zip(sums, some.split(counts), where.split(counts), strict=True):
