@@ -69,12 +69,14 @@ def group_of(mesh: Mesh, sender: int, receiver: int) -> dist.ProcessGroup | None
 
 def opening_order(schedule: Schedule) -> list[tuple[int, int]]:
     """All pairs (sender, receiver) of a pipeline that any number of microbatches may need, in the order in which they are opened.
-    Of the pairs that are not open yet, both ranks of the first one come to it next: so nothing waits for ever."""
+    Of the pairs that are not open yet, both ranks of the first one come to it next: so nothing waits for ever. Those of even ranks
+    come first, so that half of all neighbours are opened at a time, not one after the other."""
     both = list(pairwise(schedule.placement))
     if schedule.partners:
         ranks = range(len(schedule.ranks))
         both += zip(ranks, reversed(ranks), strict=True)
-    return sorted({pair for one, other in both if one != other for pair in ((one, other), (other, one))})
+    pairs = {pair for one, other in both if one != other for pair in ((one, other), (other, one))}
+    return sorted(pairs, key=lambda pair: (min(pair) % 2, pair))
 
 
 def open_pairs(mesh: Mesh, schedule: Schedule, device: torch.device) -> None:
