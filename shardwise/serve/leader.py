@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
+from shardwise.serve.links import Sender
 from shardwise.serve.request import Sampling
 from shardwise.serve.runner import Launched, Row, Runner
 
@@ -29,10 +30,16 @@ class Leader:
     """Stands in for an engine's runner where several ranks have one each."""
 
     def __init__(self, runner: Runner, followers: Sequence[Connection], stages: int = 1) -> None:
-        self.runner, self.followers, self.stages = runner, followers, stages
+        self.runner, self.stages = runner, stages
         self.model, self.longest, self.sequences, self.gpu = runner.model, runner.longest, runner.sequences, runner.gpu
         self.sampler = _ToldSampler(self)
         self.asked: Calls = []
+        self.computes_later = stages > 1 and not self.gpu
+        # Stages wait for each other, at last for this rank, which sends the next step before it computes one.
+        self.senders = [Sender(each.send_bytes) for each in followers] if self.computes_later else []
+        self.sends: list[Callable[[bytes], None]] = [each.send_bytes for each in followers]
+        if self.computes_later:
+            self.sends = [each.send for each in self.senders]
         self.later: deque[tuple[Calls, _Later]] = deque()
 
     def set_pages(self, changes: Sequence[tuple[int, int, int]]) -> None:
@@ -53,7 +60,7 @@ class Leader:
     def launch(self, rows: list[Row], masks: np.ndarray | None = None, keep_logits: bool = False) -> Launched:
         """Same as the runner's, on all ranks."""
         calls = self._tell("launch", (rows, masks, keep_logits))
-        if self.stages == 1 or self.gpu:
+        if not self.computes_later:
             return perform(self.runner, calls)
         later = _Later(self)
         self.later.append((calls, later))
@@ -65,14 +72,17 @@ class Leader:
 
     def close(self) -> None:
         """Tell the other ranks to end."""
-        for connection in self.followers:
-            connection.send_bytes(pickle.dumps(None))
+        for send in self.sends:
+            send(pickle.dumps(None))
+        for sender in self.senders:
+            sender.end()
+            sender.join()
 
     def _tell(self, name: str, arguments: tuple[Any, ...]) -> Calls:
         calls, self.asked = [*self.asked, (name, arguments)], []
         message = pickle.dumps([*calls[:-1], (name, _packed(arguments) if name == "launch" else arguments)])
-        for connection in self.followers:
-            connection.send_bytes(message)
+        for send in self.sends:
+            send(message)
         return calls
 
 

@@ -13,8 +13,11 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener, wait
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,31 @@ import torch.distributed as dist
 from shardwise.run.served import ServingRank
 
 END = "end"
+LAST = object()
+
+
+class Sender(threading.Thread):
+    """Sends what is in its queue, so that this end goes on reading while the other, which may itself be sending, does not."""
+
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        """`send` is the method of a connection."""
+        super().__init__(name="sender", daemon=True)
+        self._send = send
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self.start()
+
+    def send(self, message: Any) -> None:
+        """Send a message after those before it; returns at once."""
+        self._queue.put(message)
+
+    def end(self) -> None:
+        """End the thread once all is sent."""
+        self._queue.put(LAST)
+
+    def run(self) -> None:
+        with suppress(OSError):  # the other end has closed, which this end notices when it reads
+            for message in iter(self._queue.get, LAST):
+                self._send(message)
 
 
 class Links:

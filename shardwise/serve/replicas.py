@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -18,6 +19,7 @@ from typing import Any
 from shardwise.run import UserError
 from shardwise.serve.engine import Engine
 from shardwise.serve.grammar import Form
+from shardwise.serve.links import Sender
 from shardwise.serve.request import Grammar, Output, Request, Stats
 from shardwise.serve.router import Router
 
@@ -105,6 +107,7 @@ class Replicas:
         self.vocab, self.max_tokens = first.vocab, first.max_tokens
         self.first = first
         self.channels: list[Channel] = [here, *others]
+        self.senders = [Sender(channel.send) for channel in self.channels]
         self.router = Router(len(self.channels), first.pool.page_tokens, first.pool.pages, first.pool.prefix_cache)
         self.where: dict[str, tuple[int, set[int]]] = {}
         """The replica of each request, and its answers that have not ended."""
@@ -177,13 +180,16 @@ class Replicas:
 
     def close(self) -> None:
         """Tell the replicas to end."""
-        for channel in self.channels:
-            channel.send(None)
-        self._thread.join()
+        for sender in self.senders:
+            sender.send(None)
+            sender.end()
+        with suppress(RuntimeError):  # one has ended already
+            while any(thread.is_alive() for thread in (self._thread, *self.senders)):
+                self.step()
 
     def _tell(self, replica: int, *command: Any) -> None:
         self.told[replica] += 1
-        self.channels[replica].send(command)
+        self.senders[replica].send(command)
 
     def _ended(self, request_id: str, index: int) -> None:
         replica, unfinished = self.where.get(request_id, (0, set()))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import Pipe
 
+import numpy as np
 import pytest
 from engines import answers, engine_of, expected, tokens_of
 from patience import HANG_SECONDS
@@ -13,8 +16,9 @@ from patience import HANG_SECONDS
 from shardwise.run import UserError
 from shardwise.run.sections.serve import ServeConfig
 from shardwise.serve.engine import Engine
+from shardwise.serve.leader import Leader
 from shardwise.serve.replicas import Replicas, answer_requests, in_process
-from shardwise.serve.request import Request, Sampling
+from shardwise.serve.request import Output, Request, Sampling
 
 SETTINGS = ServeConfig(max_sequences=2, max_step_tokens=16, page_tokens=4)
 PREFIX = (5, 9, 3, 7, 1, 2, 8, 8, 4)
@@ -80,3 +84,50 @@ def test_a_replica_that_fails_is_not_waited_for(capsys: pytest.CaptureFixture[st
     with pytest.raises(RuntimeError, match="replica 0 has ended"):
         answers(made, [])  # steps until it is idle, which it never is
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_replica_that_sends_much_is_sent_much_at_the_same_time() -> None:
+    """Neither end's buffer holds what the other sends."""
+    engines = [engine_of("llama", SETTINGS, 64) for _ in range(2)]
+    here, there = Pipe()
+    stepping, step = threading.Event(), engines[1].step
+
+    def first_step() -> list[Output]:
+        engines[1].step = step  # type: ignore[method-assign]
+        stepping.set()
+        return [Output("unknown", 0, (1,) * 10**6), *step()]
+
+    engines[1].step = first_step  # type: ignore[method-assign]
+    replica = threading.Thread(target=answer_requests, args=(engines[1], there), daemon=True)
+    replica.start()
+    made, found = Replicas(engines[0], [here]), []
+
+    def ask() -> None:
+        for n, user in enumerate(("", "", "u" * 10**6, "u" * 10**6)):  # every other one goes to this replica
+            made.add(Request(str(n), (n, *PREFIX), 2, Sampling(0.0), user=user))
+            assert n != 1 or stepping.wait(HANG_SECONDS)
+        found.append(answers(made, []))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(HANG_SECONDS)
+    assert not asking.is_alive()
+    for n in range(4):
+        assert tokens_of(found[0][str(n), 0]) == expected("llama", (n, *PREFIX), 2)[0]
+    made.close()
+    replica.join(HANG_SECONDS)
+    assert not replica.is_alive()
+
+
+def test_a_step_is_sent_to_a_stage_that_reads_it_only_after_the_last() -> None:
+    here, there = Pipe()
+    leader = Leader(engine_of("llama", SETTINGS, 64).runner, [here], stages=3)  # type: ignore[arg-type]
+    masks = np.zeros((1, 10**6), np.int32)
+    launching = threading.Thread(target=leader.launch, args=([], masks), daemon=True)
+    launching.start()
+    launching.join(HANG_SECONDS)
+    assert not launching.is_alive()
+    (name, (_, told, _)) = pickle.loads(there.recv_bytes())[0]
+    assert (name, told.shape) == ("launch", masks.shape)
+    leader.close()
+    assert pickle.loads(there.recv_bytes()) is None
