@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from running import Running, model_of, running, until
 from tokenizers_of_each_kind import tokenizer_of
 
 from shardwise.data.chat.template import ChatTemplate
+from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.serve.request import Request
 from shardwise.serve.server.limits import Limits
 
@@ -240,6 +242,41 @@ def test_echo(client: openai.OpenAI, server: Running) -> None:
     assert (alone.choices[0].text, alone.choices[0].finish_reason) == ("abc", "length")
     assert alone.usage.completion_tokens == 0
     assert len(alone.choices[0].logprobs.tokens) == 3
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Counts the pieces that each thread asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: Counter[int] = Counter()
+
+    def piece(self, token: int, first: bool = False) -> bytes:
+        self.pieces[threading.get_ident()] += 1
+        return super().piece(token, first)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_long_prompt_is_echoed_without_holding_others_up(stream: bool) -> None:
+    """It is read once for all of its choices, and not in the thread that serves everybody."""
+    tokenizer, prompt = CountingTokenizer(), "früh " * 400
+    with running(FakeEngine(script=letters), model_of(tokenizer=tokenizer)) as server, client_of(server) as client:
+        answer = complete(client, prompt=prompt, echo=True, logprobs=1, n=4, max_tokens=3, stream=stream)
+        choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+        length, loop = len(prompt.encode()), server.thread.ident
+        for index in range(4):
+            own = [choice for choice in choices if choice.index == index]
+            told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+            for choice in own:
+                for name, values in told.items():
+                    values += getattr(choice.logprobs, name)
+            text = prompt + bytes(letters(last(server), index)).decode()
+            assert "".join(choice.text for choice in own) == text
+            assert [len(values) for values in told.values()] == [length + 3] * 4
+            assert told["text_offset"][-3:] == [len(prompt), len(prompt) + 1, len(prompt) + 2]
+            assert told["text_offset"][length - 1] == len(prompt) - 1
+        assert tokenizer.pieces[loop] < 200
+        assert sum(tokenizer.pieces.values()) < 6 * length
 
 
 def test_json_of_a_schema() -> None:

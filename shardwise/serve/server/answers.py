@@ -6,10 +6,12 @@ that tokens and text agree while text is held back for a stop string.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.serve.request import Logprob, Output, Request
@@ -29,6 +31,15 @@ class Token:
     """Characters of the text before this token."""
 
 
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that begins each of its choices."""
+
+    text: str
+    logprobs: Any
+    """As the endpoint writes them; None if they were not asked for."""
+
+
 @dataclass
 class Delta:
     """The new text of one choice."""
@@ -37,6 +48,8 @@ class Delta:
     text: str
     tokens: Sequence[Token] = ()
     finish: str | None = None
+    echo: Echo | None = None
+    """The prompt, before the first text of a choice."""
 
 
 @dataclass
@@ -74,10 +87,11 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     finish: str = ""
+    echo: Echo | None = None
 
     @property
     def text(self) -> str:
-        """The complete text."""
+        """The complete text, without the prompt."""
         return "".join(self.texts)
 
 
@@ -91,10 +105,11 @@ class Answers:
         requests: Sequence[Request],
         timing: Timing,
         stops: Sequence[str] = (),
-        echo: bool = False,
+        echo: Callable[[Sequence[Token]], Any] | None = None,
         silent: bool = False,
     ) -> None:
-        """`echo` begins each text with its prompt; `silent` leaves out the answers themselves."""
+        """`echo` writes the logprobs of a prompt, with which each of its choices is then to begin; `silent` leaves out the answers
+        themselves."""
         self.usage = Usage(prompt=sum(len(request.prompt) for request in requests))
         self._service, self._tokenizer, self._requests = service, tokenizer, requests
         self._timing = timing
@@ -108,8 +123,8 @@ class Answers:
             for _ in range(request.n)
         ]
         self._begun: set[int] = set()
-        self._prompts: dict[str, Output] = {}
-        """The first output of each request, which has the data on its prompt."""
+        self._echoes: dict[str, Echo | None] = {}
+        """By request, once it has its first output."""
 
     async def whole(self) -> list[Choice]:
         """All choices, once they are complete."""
@@ -119,6 +134,7 @@ class Answers:
                 choice = found[delta.choice]
                 choice.texts.append(delta.text)
                 choice.tokens.extend(delta.tokens)
+                choice.echo = choice.echo or delta.echo
                 choice.finish = delta.finish or ""
         return found
 
@@ -136,8 +152,8 @@ class Answers:
                     continue
                 delta = self._read(choice, output, at, requests[number])
                 if at not in self._begun:
-                    self._begin(choice, output, delta, requests[number])
-                if delta.text or delta.tokens or delta.finish:
+                    await self._begin(choice, output, delta, requests[number])
+                if delta.text or delta.tokens or delta.finish or delta.echo:
                     yield delta
         self._timing.end(self.usage.prompt, self.usage.answer, len(self._choices))
 
@@ -179,27 +195,29 @@ class Answers:
             choice.held.popleft()
         return found
 
-    def _begin(self, choice: _Choice, output: Output, delta: Delta, request: Request) -> None:
-        """Complete the first delta of a choice with the prompt's data and its echo."""
+    async def _begin(self, choice: _Choice, output: Output, delta: Delta, request: Request) -> None:
+        """Complete the first delta of a choice with its prompt. The echo is made once for all choices of a prompt, and in a thread,
+        so that a long one does not block the event loop."""
         self._begun.add(delta.choice)
-        if request.id not in self._prompts:
-            self._prompts[request.id] = output
+        if request.id not in self._echoes:
             self.usage.cached += output.cached_tokens
-        if not self._echo:
-            return
-        logprobs = self._prompts[request.id].prompt_logprobs
-        detokenizer = Detokenizer(self._tokenizer)
+            made = await asyncio.to_thread(self._echo_of, request, output, self._echo) if self._echo else None
+            self._echoes[request.id] = made
+        delta.echo = self._echoes[request.id]
+        if delta.echo is not None:
+            choice.offset = len(delta.echo.text)
+            delta.tokens = [Token(each.token, each.logprob, each.start + choice.offset) for each in delta.tokens]
+
+    def _echo_of(self, request: Request, output: Output, write: Callable[[Sequence[Token]], Any]) -> Echo:
+        """The echo of a prompt; its first output has its logprobs."""
+        logprobs, detokenizer = output.prompt_logprobs, Detokenizer(self._tokenizer)
         texts, start, tokens = [], 0, []
         for number, token in enumerate(request.prompt):
             texts.append(detokenizer.add(token))
-            if request.sampling.logprobs is not None:
-                tokens.append(Token(token, logprobs[number] if number < len(logprobs) else None, start))
+            tokens.append(Token(token, logprobs[number] if number < len(logprobs) else None, start))
             start += len(texts[-1])
         texts.append(detokenizer.end() if self._silent else "")
-        prompt = "".join(texts)
-        choice.offset = len(prompt)
-        answer = [Token(each.token, each.logprob, each.start + choice.offset) for each in delta.tokens]
-        delta.text, delta.tokens = prompt + delta.text, tokens + answer
+        return Echo("".join(texts), None if request.sampling.logprobs is None else write(tokens))
 
 
 def finite(logprob: float) -> float:

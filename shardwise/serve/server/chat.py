@@ -61,9 +61,10 @@ async def chat_completions(context: Context, fields: Fields, user: str) -> Respo
             found += f"{start}{delta.choice}, {what}{end}"
         return found
 
-    def whole(choice: Choice) -> dict[str, Any]:
+    def whole(choice: Choice) -> str:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
         logprobs = None if ask.sampling.logprobs is None else _logprobs(choice.tokens, model.tokenizer)
-        return {"message": {"role": "assistant", "content": choice.text, "refusal": None}, "logprobs": logprobs}
+        return f'"message": {json.dumps(message)}, "logprobs": {json.dumps(logprobs)}'
 
     names = ("chatcmpl", "chat.completion", "chat.completion.chunk")
     return await respond(context, ask, timing, [prompt], names, event, whole)

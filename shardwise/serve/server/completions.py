@@ -6,16 +6,17 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
 
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.serve.request import Logprob
-from shardwise.serve.server.answers import Answers, Choice, Delta, Token, finite
+from shardwise.serve.server.answers import Answers, Choice, Delta, Echo, Token, finite
 from shardwise.serve.server.ask import TOKENS, Ask, read_ask, read_model
 from shardwise.serve.server.context import Context
 from shardwise.serve.server.errors import ApiError
@@ -28,6 +29,8 @@ DEFAULT_TOKENS = 16
 """OpenAI's default."""
 LONG = 20_000
 """Prompts of more characters are encoded in a thread, so that the event loop does not block."""
+AT_ONCE = 512
+"""Tokens whose logprobs one call writes as JSON, during which no other thread runs."""
 
 
 async def completions(context: Context, fields: Fields, user: str) -> Response | EventStream:
@@ -48,17 +51,26 @@ async def completions(context: Context, fields: Fields, user: str) -> Response |
         ask = replace(ask, sampling=replace(ask.sampling, prompt_logprobs=logprobs))
     prompts = await _prompts(context, fields, given, special, ask.n)
 
-    def event(delta: Delta, start: str, end: str) -> str:
-        logprobs = json.dumps(_logprobs(delta.tokens, model.tokenizer)) if delta.tokens else "null"
-        finish = f'"{delta.finish}"' if delta.finish else "null"
-        text = json.dumps(delta.text)
-        return f'{start}{delta.choice}, "text": {text}, "logprobs": {logprobs}, "finish_reason": {finish}{end}'
+    written = partial(_written, tokenizer=model.tokenizer)
 
-    def whole(choice: Choice) -> dict[str, Any]:
-        return {"text": choice.text, "logprobs": _logprobs(choice.tokens, model.tokenizer) if choice.tokens else None}
+    def fields_of(echo: Echo | None, text: str, tokens: Sequence[Token]) -> str:
+        logprobs = [written(tokens)] if tokens else []
+        if echo is not None:
+            text = echo.text + text
+            logprobs = [echo.logprobs, *logprobs] if echo.logprobs else logprobs
+        return f'"text": {json.dumps(text)}, "logprobs": {_joined(logprobs)}'
+
+    def event(delta: Delta, start: str, end: str) -> str:
+        finish = f'"{delta.finish}"' if delta.finish else "null"
+        found = fields_of(delta.echo, delta.text, delta.tokens)
+        return f'{start}{delta.choice}, {found}, "finish_reason": {finish}{end}'
+
+    def whole(choice: Choice) -> str:
+        return fields_of(choice.echo, choice.text, choice.tokens)
 
     names = ("cmpl", "text_completion", "text_completion")
-    return await respond(context, ask, timing, prompts, names, event, whole, echo, silent=not max_tokens)
+    echoed = written if echo else None
+    return await respond(context, ask, timing, prompts, names, event, whole, echoed, silent=not max_tokens)
 
 
 async def respond(
@@ -68,13 +80,13 @@ async def respond(
     prompts: Sequence[Sequence[int]],
     names: tuple[str, str, str],
     event: Callable[[Delta, str, str], str],
-    whole: Callable[[Choice], dict[str, Any]],
-    echo: bool = False,
+    whole: Callable[[Choice], str],
+    echo: Callable[[Sequence[Token]], Any] | None = None,
     silent: bool = False,
 ) -> Response | EventStream:
     """Answer the prompts of a request, or start their stream, for either endpoint. `names`: the beginning of its id, and OpenAI's
-    names of an answer and of a part of one. `event` writes new text between the two texts that all events share, `whole` an answer
-    that has ended."""
+    names of an answer and of a part of one. `event` writes new text between the two texts that all events share, `whole` the fields
+    of an answer that has ended, and `echo` the logprobs of a prompt."""
     context.service.check(len(prompts))
     name = f"{names[0]}-{uuid.uuid4().hex}"
     requests = await context.requests(ask, name, prompts)
@@ -83,10 +95,15 @@ async def respond(
     head = {"id": name, "object": kind, "created": int(time.time()), "model": context.model.name}
     if ask.stream:
         return EventStream(_events(answers, ask, head, event))
-    ended = enumerate(await answers.whole())
-    choices = [{"index": at, **whole(choice), "finish_reason": choice.finish} for at, choice in ended]
-    body = {**head, "choices": choices, "usage": answers.usage.json()}
-    return Response(json.dumps(body), media_type="application/json")
+    ended = await answers.whole()
+
+    def body() -> bytes:
+        each = (f'{{"index": {n}, {whole(one)}, "finish_reason": "{one.finish}"}}' for n, one in enumerate(ended))
+        usage = json.dumps(answers.usage.json())
+        return f'{json.dumps(head)[:-1]}, "choices": [{", ".join(each)}], "usage": {usage}}}'.encode()
+
+    long = sum(len(choice.tokens) for choice in ended) > AT_ONCE
+    return Response(await asyncio.to_thread(body) if long else body(), media_type="application/json")
 
 
 async def _events(
@@ -137,6 +154,19 @@ async def encode(context: Context, text: str, special: bool) -> list[int]:
     if found and max(found) >= context.service.vocab:
         raise ApiError(400, f"the prompt has a token that this model does not ({max(found)})", "prompt")
     return found or [context.model.first]
+
+
+def _written(tokens: Sequence[Token], tokenizer: Tokenizer) -> dict[str, str]:
+    """The lists of logprobs as JSON, without their brackets."""
+    parts = [_logprobs(tokens[at : at + AT_ONCE], tokenizer) for at in range(0, len(tokens), AT_ONCE)]
+    return {name: ", ".join(json.dumps(part[name])[1:-1] for part in parts) for name in parts[0]}
+
+
+def _joined(written: Sequence[Mapping[str, str]]) -> str:
+    """The lists of an echo followed by those of an answer; null if there are none."""
+    if not written:
+        return "null"
+    return "{" + ", ".join(f'"{name}": [{", ".join(each[name] for each in written)}]' for name in written[0]) + "}"
 
 
 def _logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> dict[str, Any]:
