@@ -13,6 +13,7 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.run import UserError
 from shardwise.serve.request import Request, Sampling
 from shardwise.serve.service import Engine
+from shardwise.serve.text import Reader
 
 GENERATION = "generation_config.json"
 
@@ -62,25 +63,30 @@ def continue_prompts(
     strings in `stop`, all of which are left out. The random draws of a prompt do not depend on the other prompts."""
     ends = ends | {tokenizer.end}
     found = [Continued([]) for _ in prompts]
+    readers = [Reader(tokenizer, stop, prompt, ends) for prompt in prompts]
+    texts: list[list[str]] = [[] for _ in prompts]
     for n, prompt in enumerate(prompts):
         # Each prompt has its own seed, so the same prompt twice gets two different answers.
         own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + (n << 32))
         engine.add(Request(str(n), tuple(prompt), max_tokens, own, stop_tokens=ends))
     while not engine.idle:
         for output in engine.step():
-            made = found[int(output.request)]
+            number = int(output.request)
+            made, reader = found[number], readers[number]
             if output.finish == "abort":
                 raise UserError(
                     "the model's scores are not finite numbers, so no token can be drawn from them; are its weights?"
                 )
-            made.tokens += output.tokens
-            text = (
-                tokenizer.decode([token for token in made.tokens if token not in ends]) if stop or output.finish else ""
-            )
-            cuts = [text.index(each) for each in stop if each in text]
-            if cuts:
-                made.text, made.ended_by = text[: min(cuts)], "stop"
+            for token in output.tokens:
+                if not reader.stopped:
+                    made.tokens.append(token)
+                    texts[number].append(reader.add(token)[0])
+            if output.finish:
+                texts[number].append(reader.end())
+                made.ended_by = "end" if output.finish == "stop" else "length"
+            if reader.stopped:
+                made.ended_by = "stop"
                 engine.finish(output.request, 0)
-            elif output.finish:
-                made.text, made.ended_by = text, "end" if output.finish == "stop" else "length"
+    for made, text in zip(found, texts, strict=True):
+        made.text = "".join(text)
     return found

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from engines import answers, tokens_of
+from fake_engine import FakeEngine
 from tiny_models import MODELS, save
+from tokenizers_of_each_kind import KINDS, tokenizer_of
 
 from shardwise.checkpoint.huggingface import from_hf
 from shardwise.cli.main import main
 from shardwise.run import UserError, read_run, run_from_dict
 from shardwise.serve.engine import make_engine
+from shardwise.serve.generate import Continued, continue_prompts
 from shardwise.serve.request import Request, Sampling
 from shardwise.train.loop import train
 
@@ -89,6 +92,23 @@ def test_the_command_continues_a_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert cut["text"] == text[: text.index(stop)]
     assert main(["generate", str(tmp_path / "run"), "--prompt", ""]) == 2
     assert "empty prompt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_goes_on_where_its_prompt_ends(kind: str) -> None:
+    """Also where the tokenizer strips the blank before a text."""
+    tokenizer = tokenizer_of(kind)
+    before = tokenizer.encode("hello")
+    after = tokenizer.encode("hello the end the hello")[len(before) :]
+
+    def continued(stop: list[str]) -> Continued:
+        engine = FakeEngine(tokenizer.vocab, end=tokenizer.end, script=lambda request, index: after)
+        return continue_prompts(engine, [before, before], 50, Sampling(0.0), tokenizer, stop)[1]
+
+    assert continued([]) == Continued([*after, tokenizer.end], " the end the hello", "end")
+    stopped = continued(["the h", "end"])
+    assert (stopped.text, stopped.ended_by) == (" the ", "stop")
+    assert tokenizer.decode([*before, *stopped.tokens]) == "hello the end"
 
 
 def test_more_than_the_learned_positions_is_refused(tmp_path: Path) -> None:
