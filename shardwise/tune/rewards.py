@@ -7,6 +7,7 @@ operating system (SIGALRM), which reaches whatever Python is doing.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import json
@@ -34,6 +35,10 @@ RewardFunction = Callable[[str, str, dict[str, Any]], Any]
 KEY = "objective.rewards"
 ROW_LETTERS = 200
 """Maximum number of characters of a row or answer in a message."""
+
+
+AGAIN = 1.0
+"""Seconds until a function that has caught an interrupt gets another one, at the most."""
 
 
 class TooLong(BaseException):
@@ -72,13 +77,14 @@ class Rewards:
         return judged @ self.weights
 
     def _call(self, source: str, function: RewardFunction, answer: Answered) -> float:
+        row = copy.deepcopy(answer.row)  # what it changes there, the next answers must not see
         try:
             with limited(self.seconds):
-                value = function(answer.prompt, answer.completion, dict(answer.row))
+                value = function(answer.prompt, answer.completion, row)
         except TooLong:
             reason = f"took longer than objective.reward_seconds = {self.seconds:g}"
             raise _mistake(source, reason, answer) from None
-        except Exception as e:
+        except (Exception, SystemExit) as e:  # an answer that is executed may call exit()
             raise _mistake(source, f"raised {type(e).__name__}: {e}{_line_of(e, source)}", answer) from None
         try:
             found = float(value) if isinstance(value, numbers.Real) else math.nan
@@ -120,25 +126,33 @@ def _line_of(error: BaseException, source: str) -> str:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Interrupt the code inside this context after `seconds`. Only the main thread can be interrupted; in other threads the time is
-    checked afterwards."""
+    """Interrupt the code inside this context after `seconds`, and again until it ends. Only the main thread can be interrupted; in
+    other threads the time is checked afterwards."""
     if threading.current_thread() is not threading.main_thread():
         began = time.monotonic()
         yield
         if time.monotonic() - began > seconds:
             raise TooLong
         return
+    late = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal late
+        late = True
         raise TooLong
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, min(seconds, AGAIN))
     try:
-        yield
-    finally:
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:  # also where the alarm came just before it was switched off
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    if late:  # a bare `except` in the function has caught it
+        raise TooLong
 
 
 def load_functions(names: Sequence[str]) -> list[RewardFunction]:

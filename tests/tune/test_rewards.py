@@ -43,6 +43,21 @@ def slow(prompt, completion, row):
     except Exception:
         return 0.0
 
+def swallows(prompt, completion, row):
+    for _ in range(2):  # as for several programs to be run
+        try:
+            while True:
+                sleep(0.01)
+        except:
+            pass
+    return 0.0
+
+def leaves(prompt, completion, row):
+    exec("exit()")
+
+def consumes(prompt, completion, row):
+    return row["tests"].pop()
+
 NUMBER = 3
 """
 ANSWERS = [Answered("p", "yes", dict(answer="yes", id=7)), Answered("p", "no!!", dict(answer="yes", id=8))]
@@ -109,6 +124,7 @@ def test_every_function_has_a_metric_of_its_own(sources: list[str], names: tuple
         ("nothing", "returned None, and a reward is a finite number"),
         ("infinite", "returned nan"),
         ("huge", "returned a number too large for a float"),
+        ("leaves", "raised SystemExit"),
     ],
 )
 def test_mistakes_name_file_function_and_row(file: Path, name: str, says: str) -> None:
@@ -121,9 +137,16 @@ def test_mistakes_name_file_function_and_row(file: Path, name: str, says: str) -
     assert "'no!!'" in text
 
 
-def test_what_takes_too_long_is_interrupted(file: Path) -> None:
+def test_answers_to_one_prompt_see_the_same_row(file: Path) -> None:
+    row = dict(tests=[1, 2, 3])
+    judged = Rewards([f"{file}:consumes"]).judge([Answered("p", "a", row), Answered("p", "b", row)])
+    assert judged.tolist() == [[3.0], [3.0]]
+
+
+@pytest.mark.parametrize("name", ["slow", "swallows"])
+def test_what_takes_too_long_is_interrupted(file: Path, name: str) -> None:
     with pytest.raises(UserError, match=r"took longer than objective.reward_seconds = 0.1"):
-        Rewards([f"{file}:slow"], seconds=0.1).judge(ANSWERS)
+        Rewards([f"{file}:{name}"], seconds=0.1).judge(ANSWERS)
     time.sleep(0.15)  # no alarm is left
 
 
