@@ -86,8 +86,7 @@ def _spans(lines: list[Line], device: int) -> Iterator[Span]:
             continue
         thread = int(stream[1]) if stream else at
         for name, start, end in line.events:
-            copies = _COPY.search(name) is not None or "Memcpy" in line.name
-            category = "gpu_memcpy" if copies and not _collective(name) else "kernel"
+            category = "gpu_memcpy" if _COPY.search(name) and not _collective(name) else "kernel"
             yield Span(
                 category, _collective(name) or name, start, end, device, thread, {"device": device, "stream": thread}
             )
