@@ -125,6 +125,23 @@ def test_a_report_of_nsys(version: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert "no shapes" in lack
 
 
+def test_a_cuda_graph_keeps_its_device_busy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """nsys records it as a whole, without its kernels; one whose times are unknown is nowhere."""
+    before = answers(capsys, report(tmp_path / "report.sqlite"))["ranks"]["0"]
+    base = sqlite3.connect(tmp_path / "report.sqlite")
+    base.execute("CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE (start INTEGER, end INTEGER, deviceId INTEGER, graphId INTEGER, "
+                 "contextId INTEGER, streamId INTEGER, correlationId INTEGER, globalPid INTEGER)")  # fmt: skip
+    graphs = [(820_000, 940_000, 0, 5, 1, 7, 950, PID << 24), (0, 0, 0, 6, 1, 7, 951, PID << 24)]
+    base.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (?, ?, ?, ?, ?, ?, ?, ?)", graphs)
+    base.commit()
+    base.close()
+    said = answers(capsys, tmp_path / "report.sqlite")
+    after = said["ranks"]["0"]
+    assert after["compute"] == before["compute"] + 120_000
+    assert after["idle"] == before["idle"] - 120_000
+    assert [row["total"] for row in said["kernels"] if row["name"].startswith("CUDA graph")] == [120_000]
+
+
 def test_the_processes_of_a_report_are_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = answers(capsys, report(tmp_path / "report.sqlite", processes=3))
     assert set(said["ranks"]) == {"0", "1", "2"}

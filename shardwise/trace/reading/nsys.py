@@ -90,6 +90,10 @@ def _device_spans(base: sqlite3.Connection, names: dict[int, str]) -> Iterator[t
         yield _on_device("gpu_memcpy", f"Memcpy {COPIES.get(kind, '')}".strip(), *place, bytes=size)
     for *place, size in _rows(base, "CUPTI_ACTIVITY_KIND_MEMSET", common | {"bytes": "0"}):
         yield _on_device("gpu_memset", "Memset", *place, bytes=size)
+    # By default nsys records a CUDA graph as a whole, without its kernels; where the times were not collected, both are 0.
+    for *place, graph in _rows(base, "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", common | {"graphId": "0"}):
+        if place[1]:
+            yield _on_device("kernel", f"CUDA graph {graph}", *place)
 
 
 def _on_device(
