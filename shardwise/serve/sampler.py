@@ -57,13 +57,14 @@ def gumbel(words: Tensor, vocab: int) -> Tensor:
 
 def thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """The smallest logit of each row that top-k, top-p and min-p keep, found by sorting."""
-    values = logits.sort(dim=-1, descending=True).values
+    values = at_least_float32(logits).sort(dim=-1, descending=True).values
     vocab = logits.shape[-1]
     k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).long()
     threshold = values.gather(1, k[:, None] - 1)
     inverse = torch.where(temperature > 0, 1 / temperature.clamp(min=1e-30), 1.0).to(values.dtype)[:, None]
     mass = torch.where(values >= threshold, ((values - values[:, :1]) * inverse).exp(), 0.0)
-    enough = mass.cumsum(1) >= top_p[:, None].to(mass.dtype) * mass.sum(1, keepdim=True)
+    sums = mass.cumsum(1)
+    enough = sums >= top_p[:, None].to(mass.dtype) * sums[:, -1:]
     nucleus = values.gather(1, enough.int().argmax(1, keepdim=True))
     threshold = torch.where(top_p[:, None] < 1, torch.maximum(threshold, nucleus), threshold)
     least = values[:, :1] + min_p[:, None].to(values.dtype).log() / inverse

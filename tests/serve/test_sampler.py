@@ -118,6 +118,25 @@ def test_thresholds_of_random_rows_are_brute_forces() -> None:
         assert (row >= found[0] - 1e-6).tolist() == kept.tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cuts_of_16_bits_are_those_of_32(dtype: torch.dtype) -> None:
+    """Sums over a vocabulary need more digits."""
+    logits = torch.randn(4, 32_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ones = torch.ones(4)
+    top_p, min_p = torch.tensor([0.5, 0.9, 0.99, 1.0]), torch.tensor([0.0, 0.0, 0.0, 0.011])
+    found = thresholds(logits, ones, 0 * ones, top_p, min_p).double()
+    torch.testing.assert_close(found, thresholds(logits.double(), ones, 0 * ones, top_p, min_p))
+    kept = torch.where(logits >= found[:, None], logits.double().exp(), 0.0).sum(1) / logits.double().exp().sum(1)
+    assert kept[:3].tolist() == pytest.approx(top_p[:3].tolist(), abs=0.01)
+
+
+def test_a_top_p_of_almost_one_keeps_almost_all() -> None:
+    logits = torch.randn(64, 5_000, generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(64)
+    found = thresholds(logits, ones, 0 * ones, ones.nextafter(0 * ones), 0 * ones)
+    assert bool((found < -2.5).all())
+
+
 @pytest.mark.drawn(group="kernels")
 def test_the_kernels_draw_the_same(interpreter: Interpreter) -> None:
     interpreter.run(Path(__file__).parents[1] / "model" / "serving_kernels.py", "sample")
