@@ -7,6 +7,7 @@ import json
 import statistics
 from array import array
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, letters
@@ -75,6 +76,25 @@ def test_an_answer_however_it_is_cut(cuts: list[int], size: int) -> None:
     assert len(answer.times) == 5
     assert answer.tokens == (3, 7)
     assert connection.usable
+
+
+@pytest.mark.parametrize("tight", [False, True])
+@pytest.mark.parametrize(
+    ("choices", "texts"),
+    [
+        ({"text": "", "logprobs": {"text": 1.5}, "finish_reason": "stop"}, 0),
+        ({"text": '"', "logprobs": None, "finish_reason": None}, 1),
+        ({"delta": {"role": "assistant", "content": ""}, "logprobs": None}, 0),
+        ({"delta": {}, "logprobs": None, "finish_reason": "length"}, 0),
+        ({"delta": {"content": None, "reasoning_content": "so"}}, 1),
+        ({"delta": {"content": ' "content": '}, "logprobs": {"content": [{"token": "a"}]}}, 1),
+        ({"delta": {"content": ""}, "logprobs": {"content": [{"token": ' "content":"a"'}]}}, 0),
+    ],
+)
+def test_only_text_has_a_time(choices: dict[str, Any], texts: int, tight: bool) -> None:
+    event = json.dumps({"choices": [{"index": 0, **choices}]}, separators=(",", ":") if tight else None)
+    answer = asyncio.run(against([chunked([f"data: {event}\n\n".encode(), DONE])], ask_once))
+    assert len(answer.times) == answer.tokens[1] == texts
 
 
 class _Nowhere:

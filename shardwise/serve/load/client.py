@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 import time
 from array import array
@@ -16,6 +17,8 @@ from typing import cast
 from urllib.parse import urlsplit
 
 DONE = b"[DONE]"
+TEXT = re.compile(rb'"(?:text|content|reasoning|reasoning_content)": ?"[^"]')
+"""The beginning of a text in an event; others have a role, the end of an answer, or the token counts."""
 
 
 @dataclass
@@ -33,7 +36,7 @@ class Answer:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Tokens of the prompt and of the answer, as counted by the server; without its count, each event is one token."""
+        """Tokens of the prompt and of the answer, as counted by the server; without its count, each event with text is one."""
         try:
             usage = json.loads(self.last)["usage"]
             return int(usage["prompt_tokens"]), int(usage["completion_tokens"])
@@ -196,7 +199,7 @@ class Connection(asyncio.Protocol):
             if content.startswith(b'{"error"'):
                 answer.error = content[:300].decode(errors="replace")
             answer.last = content
-            if b'"choices": []' not in content and b'"choices":[]' not in content:
+            if TEXT.search(content):
                 answer.times.append(now)
 
     def _complete(self) -> None:

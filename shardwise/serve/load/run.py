@@ -238,5 +238,5 @@ def summary(records: Sequence[Record], limits: Limits) -> LoadFigures:
 
 def _errors(records: Sequence[Record]) -> dict[str, int]:
     """The errors and their counts, the most common first."""
-    texts = [r.answer.error or "an answer without a token" for r in records if r.answer.error or not r.answer.times]
+    texts = [r.answer.error or "an answer without text" for r in records if r.answer.error or not r.answer.times]
     return dict(Counter(texts).most_common(10))
