@@ -3,6 +3,7 @@ the input has a fate: a line that is not JSON or not UTF-8, one too long to hold
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ from shardwise.data.prepare.streams import broken, open_stream
 from shardwise.data.prepare.warc import Record, records
 
 _ROWS = 64
+_NO_CHARSETS = ("idna", "punycode", "raw-unicode-escape", "undefined", "unicode-escape")
+"""Codecs of Python that are no character set of a page. "undefined", which real servers declare, refuses every text, and "punycode"
+takes quadratic time."""
 
 
 @dataclass(slots=True)
@@ -168,8 +172,8 @@ def _page(record: Record, longest: int) -> Row | None:
         return None
     meta = {"form": record.form, **({"url": record.url} if record.url else {})}
     try:
-        text = record.text.decode(record.charset or "utf-8")
-    except (UnicodeDecodeError, LookupError):
+        text = record.text.decode(_codec(record.charset or "utf-8"))
+    except (UnicodeError, LookupError):
         try:
             text = record.text.decode("utf-8")
         except UnicodeDecodeError as e:
@@ -177,3 +181,11 @@ def _page(record: Record, longest: int) -> Row | None:
                 return _not_utf8(place, size, e)
             return Row(place, size, wrong="neither UTF-8 nor what it declares", detail=f': "{record.charset}"')
     return Row(place, size, text, _surrogates(text), meta)
+
+
+def _codec(charset: str) -> str:
+    """The name of the codec of a character set; raises `LookupError` if there is none."""
+    name = codecs.lookup(charset).name
+    if name in _NO_CHARSETS:
+        raise LookupError(charset)
+    return name

@@ -174,6 +174,19 @@ def test_web_archives(tmp_path: Path) -> None:
     assert all(whole[row.place :].startswith(b"WARC/1.0") for row in found)
 
 
+@pytest.mark.parametrize("charset", ["undefined", "punycode", "idna", "unicode_escape", "none", "hex"])
+def test_a_charset_that_is_none_is_read_as_utf_8(tmp_path: Path, charset: str) -> None:
+    """Python has codecs by some of these names: one refuses every text, others would change it."""
+    path = tmp_path / "a.warc"
+    form = f"text/html; charset={charset}"
+    pages = ["<p>zwölf-\\n</p>", "<p>next</p>"]
+    wrong = record("response", http(b"<p>\xff</p>", form))
+    path.write_bytes(wrong.join(record("response", http(page.encode(), form)) for page in pages))
+    found = rows_of(path)
+    assert [row.text for row in found if not row.wrong] == pages
+    assert [row.wrong for row in found if row.wrong] == ["neither UTF-8 nor what it declares"]
+
+
 @pytest.mark.parametrize("size", [b"-6", b"+5", b"0x5", b"1_0", b"f" * 17])
 def test_a_body_that_only_looks_like_chunks_is_kept(size: bytes) -> None:
     """Not the size of a chunk: with -6 each chunk would begin where the one before it did, without end."""
