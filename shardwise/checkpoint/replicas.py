@@ -7,7 +7,8 @@ number of replicas, each continues from one of the stored replicas.
 The residuals that gradient compression has not sent yet are in `unsent/REPLICA/NAME/KEY`, shaped like a parameter;
 `factor/RANK/NAME` is the factor that PowerSGD's next step starts from. On the same layout a run continues bit for bit. On another
 layout, each rank finds its shards as it does for parameters. With another number of replicas, each takes an equal share of the sum
-of all residuals, so nothing is lost; and factors start anew, which error feedback makes up for in a few steps.
+of all residuals, so nothing is lost; and factors start anew, as with another `compress_rank`, which error feedback makes up for in
+a few steps.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def load_unsent(state: State, reader: Reader) -> None:
     for n, each in enumerate(state.parallel.parameters):
         for key, values in state.exchange.state_of(n).items():
             name = f"{FACTOR}/{mesh.rank}/{each.name}"
-            if key == FACTOR and same and name in reader:
+            if key == FACTOR and same and name in reader and reader.shape(name) == tuple(values.shape):
                 values.copy_(reader.get(name))
             if key == FACTOR:
                 continue

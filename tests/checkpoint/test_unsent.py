@@ -80,3 +80,18 @@ def test_on_another_layout_nothing_is_lost(ranks: RankPool, tmp_path: Path, afte
     assert any(np.abs(values).max() > 0 for values in want.values())
     for name, values in want.items():
         np.testing.assert_allclose(got[name], values, rtol=1e-12, atol=1e-15, err_msg=name)
+
+
+@pytest.mark.parametrize("now", [1, 3])
+@pytest.mark.drawn(group="resharding")
+def test_factors_of_another_rank_start_anew(ranks: RankPool, tmp_path: Path, now: int) -> None:
+    before, after = (
+        cases.make_run("dense", dict(replicate=2, compress="powersgd", compress_rank=each), steps=LAST, layers=2)
+        for each in (2, now)
+    )
+    ranks.run(2, checkpoint_cases.train_and_save, before, tmp_path, BEFORE)
+    want, got = (ranks.run(2, unsent, run, out) for run, out in ((before, None), (after, tmp_path)))
+    for one, other in zip(want, got, strict=True):
+        assert all(np.array_equal(one[name][2], other[name][2]) for name in one)
+    for record in ranks.run(2, checkpoint_cases.resume_and_train, after, tmp_path, LAST):
+        assert np.isfinite(record["losses"]).all()
