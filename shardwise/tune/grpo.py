@@ -3,7 +3,8 @@ or several steps.
 
 A round depends on the seed, the weights and the number of prompts used before. That number is saved with the history of a run, so a
 run that was killed samples the same answers again from its checkpoint. If a checkpoint falls between the steps of one round, or the
-next round was sampled ahead with older weights, the checkpoint holds the answers themselves.
+next round was sampled ahead with older weights, the checkpoint holds the answers themselves. After a rollback that left out a step
+of a round, the round has another number, and so other answers: those of the checkpoint are dropped.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from shardwise.tune.rewards import Rewards
 from shardwise.tune.rounds import RoundInFlight, Rounds, prompts_of_round
 
 GREEDY = Sampling(0.0, logprobs=0)
-NOW, NEXT, FIGURES = "now/", "next/", "figures"
-"""A checkpoint's keys for the current round's answers, those of the round made ahead, and the latter's figures."""
+NOW, NEXT, FIGURES, NUMBERS = "now/", "next/", "figures", "numbers"
+"""A checkpoint's keys for the current round's answers, those of the round made ahead, the latter's figures, and both numbers."""
 
 
 class GrpoSource:
@@ -58,12 +59,16 @@ class GrpoSource:
         self.state = state
         self.rounds = Rounds(state, self.prompts, self.tokenizer, self.rewards, note)
         self.reference = Reference(state, self.tokenizer, log) if self.run.objective.kl_beta else None
-        self.answers = _kept(state.kept, NOW)
+        first = self.first_of_round(state.step + 1)
+        following = first if state.step % self.steps_of_round == 0 else first + self.steps_of_round
+        numbers = [self.number_of(first), self.number_of(following)]
+        now, ahead = state.kept[NUMBERS].tolist() if NUMBERS in state.kept else numbers
+        self.answers = _kept(state.kept, NOW) if now == numbers[0] else None
         self.ahead: RoundInFlight | tuple[Answers, dict[str, Any]] | None = None
-        following = _kept(state.kept, NEXT)
-        if following is not None:
+        made = _kept(state.kept, NEXT) if ahead == numbers[1] else None
+        if made is not None:
             figures = state.kept[FIGURES].tolist()
-            self.ahead = following, {"drawn_reward": figures[0], "filtered_groups": int(figures[1])}
+            self.ahead = made, {"drawn_reward": figures[0], "filtered_groups": int(figures[1])}
         self._figures: dict[str, Any] = {}
         self._of_round: dict[str, Any] = {}
 
@@ -77,17 +82,27 @@ class GrpoSource:
         run, state = self.run, self.state
         size = run.train.global_batch
         for step in range(state.step + 1, last + 1):
-            part = (step - 1) % self.steps_of_round
+            begin = self.first_of_round(step)
+            part = step - begin
             if part == 0 or self.answers is None:
-                self.answers, self._of_round = self.next_round(state.history.batch_of(step))
-                following = step + self.steps_of_round
+                self.answers, self._of_round = self.next_round(self.number_of(begin))
                 if run.objective.asynchronous:
-                    self.ahead = self.rounds.begin(state.history.batch_of(following))
+                    self.ahead = self.rounds.begin(self.number_of(begin + self.steps_of_round))
                 self.add_logprobs(self.answers)
             first = part % run.objective.minibatches * size
             own = self.answers.take(slice(first, first + size))
             self._figures, self._of_round = self.worth(own) | self._of_round, {}
             yield self.batch(own)
+
+    def first_of_round(self, step: int) -> int:
+        """The first step that learns from the same round as this one."""
+        return step - (step - 1) % self.steps_of_round
+
+    def number_of(self, first: int) -> int:
+        """The number of the round of answers that begins with this step. It is another one once a step of the round, or one before,
+        was left out as bad."""
+        more = self.steps_of_round - 1
+        return self.state.history.batch_of(first + more) - more
 
     def next_round(self, number: int) -> tuple[Answers, dict[str, Any]]:
         """The answers of the next round: made ahead, or made now."""
@@ -165,6 +180,10 @@ class GrpoSource:
             self.state.kept |= {NEXT + name: tensor for name, tensor in answers.tensors().items()}
             known = [figures["drawn_reward"], figures["filtered_groups"]]
             self.state.kept[FIGURES] = torch.tensor(known, dtype=torch.float64)
+        if self.state.kept:
+            first = self.first_of_round(self.state.step)
+            numbers = [self.number_of(first), self.number_of(first + self.steps_of_round)]
+            self.state.kept[NUMBERS] = torch.tensor(numbers)
 
 
 def _kept(tensors: dict[str, Tensor], prefix: str) -> Answers | None:

@@ -23,6 +23,7 @@ from shardwise.checkpoint.state import buffers
 from shardwise.cli.main import main
 from shardwise.plan.plan import plan
 from shardwise.run import Run, UserError, to_toml
+from shardwise.train.faults.guard import Guard
 from shardwise.train.loop import train
 from shardwise.train.progress.metrics import read_metrics
 from shardwise.train.step import TrainState
@@ -130,6 +131,33 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(task: Path, tmp_path: Path,
     ]
     assert files[0]
     assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
+
+
+@pytest.mark.parametrize(
+    ("every", "objective"),
+    [(2, dict(iterations=2)), (3, dict(minibatches=2)), (1, dict(asynchronous=True)), (1, {})],
+    ids=["within a round", "from within a round", "made ahead", "alone"],
+)
+@pytest.mark.drawn(group="whole runs")
+def test_a_rollback_learns_from_other_answers(
+    task: Path, tmp_path: Path, every: int, objective: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the checkpoint holds the bad answers, or the round began before the bad step."""
+    keys = dict(steps=5, checkpoint_every=every, guard="rollback", guard_limit=3)
+    run = grpo_run(task, train=keys, objective=objective)
+    train(run, tmp_path / "whole", open_source=source_of)
+    losses = [step["loss"] for step in records(tmp_path / "whole")]
+
+    def fault(guard: Guard, loss: float, norm: float) -> str | None:
+        return "it is bad" if loss == losses[3] else None
+
+    monkeypatch.setattr(Guard, "fault", fault)
+    train(run, tmp_path / "parts", open_source=source_of)
+    found = [step["loss"] for step in records(tmp_path / "parts")]
+    assert found[:every] == losses[:every]
+    assert len(found) == 5
+    assert losses[3] not in found
+    assert read_manifest(tmp_path / "parts/checkpoints/step-00000005").state["more"]["excluded"] == [4]
 
 
 @pytest.mark.drawn(group="whole runs")
