@@ -52,30 +52,65 @@ def chunked(body: list[bytes], status: str = "200 OK") -> bytes:
     return head + b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in body) + b"0\r\n\r\n"
 
 
-@given(st.lists(st.integers(1, 400), max_size=12), st.integers(1, 60))
-def test_an_answer_however_it_is_cut(cuts: list[int], size: int) -> None:
-    whole = EVENT * 5 + USAGE + DONE
-    body = [whole[at : at + size] for at in range(0, len(whole), size)]  # events across chunks
-    sent, at, parts = chunked(body), 0, []
-    for cut in cuts:  # chunks across packets
-        parts.append(sent[at : at + cut])
-        at += cut
+def fed(parts: list[bytes]) -> tuple[Connection, Answer]:
+    """A connection that got these bytes, in these parts, and the answer."""
     connection = Connection()
     connection._open, connection._transport = True, _Nowhere()  # type: ignore[assignment]
 
     async def feed() -> Answer:
         asking = asyncio.ensure_future(connection.ask(b"", 5.0))
         await asyncio.sleep(0)
-        for part in [*parts, sent[at:]]:
-            if part:
-                connection.data_received(part)
+        for part in filter(None, parts):
+            connection.data_received(part)
         return await asking
 
-    answer = asyncio.run(feed())
+    return connection, asyncio.run(feed())
+
+
+LINES = {
+    "usual": lambda events: events,
+    "CRLF": lambda events: events.replace(b"\n", b"\r\n"),
+    "no blank": lambda events: events.replace(b"data: ", b"data:"),
+    "named": lambda events: events.replace(b"data: ", b": comment\n\nevent: message\ndata: "),
+}
+
+
+@pytest.mark.parametrize("lines", LINES)
+@given(st.lists(st.integers(1, 400), max_size=12), st.integers(1, 60))
+def test_an_answer_however_it_is_cut(lines: str, cuts: list[int], size: int) -> None:
+    whole = LINES[lines](EVENT * 5 + USAGE + DONE)
+    body = [whole[at : at + size] for at in range(0, len(whole), size)]  # events across chunks
+    sent, at, parts = chunked(body), 0, []
+    for cut in cuts:  # chunks across packets
+        parts.append(sent[at : at + cut])
+        at += cut
+    connection, answer = fed([*parts, sent[at:]])
     assert not answer.error
     assert len(answer.times) == 5
     assert answer.tokens == (3, 7)
     assert connection.usable
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_body_up_to_the_end_of_the_connection(version: str) -> None:
+    head = f"HTTP/{version} 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n".encode()
+    answer = asyncio.run(against([head, EVENT, EVENT[:9], EVENT[9:], USAGE], ask_once))
+    assert (answer.error, len(answer.times), answer.tokens) == ("", 2, (3, 7))
+
+
+@pytest.mark.parametrize(
+    ("head", "usable"),
+    [
+        (b"HTTP/1.1 200 OK\r\n", True),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\n", False),
+        (b"HTTP/1.0 200 OK\r\n", False),
+        (b"HTTP/1.0 200 OK\r\nConnection: keep-alive\r\n", True),
+    ],
+)
+def test_whether_a_connection_is_used_again(head: bytes, usable: bool) -> None:
+    connection, answer = fed([head + b"Content-Length: 2\r\n\r\nok"])
+    assert not answer.error
+    assert (connection.body, connection.usable) == (b"ok", usable)
 
 
 @pytest.mark.parametrize("tight", [False, True])
@@ -111,6 +146,14 @@ class _Nowhere:
         ([b""], "connection was lost"),
         ([chunked([b'data: {"error": {"message": "broke"}}\n\n'])], "broke"),
         ([b"HTTP/1.1 429 Too Many\r\nContent-Length: 4\r\n\r\nbusy"], "status 429: busy"),
+        ([b"HTTP/1.1 429 Too Many\r\n\r\n", b"bu", b"sy"], "status 429: busy"),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbus"], "connection was lost"),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: -4\r\n\r\nbusy"], "not HTTP"),
+        ([b"SSH-2.0-OpenSSH_9.6\r\n\r\n"], "not HTTP"),
+        ([b"HTTP/1.1 OK\r\n\r\n"], "not HTTP"),
+        ([chunked([EVENT]).replace(b"\r\n0\r\n", b"\r\nzero\r\n")], "not HTTP"),
+        ([chunked([EVENT]).replace(b"\r\n0\r\n", b"\r\n-5\r\n")], "not HTTP"),
+        ([chunked([EVENT]).replace(b"\n\n\r\n", b"\n\nmore\r\n")], "not HTTP"),
         ([chunked([b"busy"], "503 No")], "status 503: busy"),
     ],
 )

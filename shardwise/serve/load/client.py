@@ -1,7 +1,8 @@
 """A connection that sends requests and records when the events of each answer arrive.
 
 It is written on asyncio's transports because HTTP libraries spend more time on each event than a server needs to send it, and
-would measure themselves. It handles what servers of this API send: a status, headers, and a body in chunks or of a known length.
+would measure themselves. It reads what servers of this API send: a status, headers, and a body in chunks, of a known length, or up
+to the end of the connection.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Connection(asyncio.Protocol):
         self._answer: Answer | None = None
         self._done: asyncio.Future[None] | None = None
         self._open = False
+        self._left: int | None = None
+        """Bytes of the body that are yet to come; None: those up to the end of the connection, or chunks."""
 
     @classmethod
     async def to(cls, address: Address) -> Connection:
@@ -102,7 +105,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self._answer = answer = Answer(time.perf_counter())
         self._done = asyncio.get_running_loop().create_future()
-        self._buffer, self._left, self._head, self._event = b"", 0, True, b""
+        self._buffer, self._head, self._line = b"", True, b""
         self._chunked = self._keeps = self._streams = False
         self._status, self.body = 0, b""
         self._transport.write(request)
@@ -131,6 +134,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._open = False
+        if self._answer is not None and not self._head and not self._chunked and self._left is None and exc is None:
+            self._complete()
         self._end(f"the connection was lost{f': {exc}' if exc else ''}")
 
     def data_received(self, data: bytes) -> None:
@@ -138,25 +143,34 @@ class Connection(asyncio.Protocol):
             return
         now = time.perf_counter()
         data = self._buffer + data if self._buffer else data
-        if self._head:
-            end = data.find(b"\r\n\r\n")
-            if end < 0:
-                self._buffer = data
-                return
-            self._read_head(data[:end])
-            data = data[end + 4 :]
-        self._buffer = self._chunks(data, now) if self._chunked else self._plain(data)
+        try:
+            if self._head:
+                end = data.find(b"\r\n\r\n")
+                if end < 0:
+                    self._buffer = data
+                    return
+                self._read_head(data[:end])
+                data = data[end + 4 :]
+            self._buffer = self._chunks(data, now) if self._chunked else self._plain(data, now)
+        except ValueError as e:
+            self._keeps = False
+            self._end(f"the answer is not HTTP: {e}")
 
     # The parts of an answer.
 
     def _read_head(self, head: bytes) -> None:
         first, *lines = head.decode("latin-1").split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        status = re.match(r"HTTP/1\.(\d) (\d{3})", first)
+        if status is None:
+            raise ValueError(f'it begins with "{first[:50]}"')
         self._head = False
-        self._status = int(first.split(" ")[1])
+        self._status = int(status[2])
         self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
-        self._left = int(headers.get("content-length", "0"))
-        self._keeps = headers.get("connection", "").lower() != "close"
+        length = headers.get("content-length")
+        self._left = None if length is None else _number(length, 10)
+        words = headers.get("connection", "").lower()
+        self._keeps = "keep-alive" in words if status[1] == "0" else "close" not in words
         self._streams = self._status == 200 and "event-stream" in headers.get("content-type", "")
 
     def _chunks(self, data: bytes, now: float) -> bytes:
@@ -166,21 +180,24 @@ class Connection(asyncio.Protocol):
             line = data.find(b"\r\n", start)
             if line < 0:
                 return data[start:]
-            size = int(data[start:line].split(b";")[0], 16)
+            size = _number(data[start:line].split(b";")[0].decode("latin-1"), 16)
             end = line + 2 + size
             if len(data) < end + 2:
                 return data[start:]
             if not size:
                 self._complete()
                 return b""
+            if data[end : end + 2] != b"\r\n":
+                raise ValueError("a chunk is longer than it says")
             self._events(data[line + 2 : end], now)
             start = end + 2
 
-    def _plain(self, data: bytes) -> bytes:
-        self.body += data
-        self._left -= len(data)
-        if self._left <= 0:
-            self._complete()
+    def _plain(self, data: bytes, now: float) -> bytes:
+        self._events(data, now)
+        if self._left is not None:
+            self._left -= len(data)
+            if self._left <= 0:
+                self._complete()
         return b""
 
     def _events(self, part: bytes, now: float) -> None:
@@ -190,10 +207,10 @@ class Connection(asyncio.Protocol):
         if not self._streams:
             self.body += part
             return
-        part = self._event + part if self._event else part
-        *events, self._event = part.split(b"\n\n")
-        for event in events:
-            content = event.strip()[6:] if event.lstrip().startswith(b"data: ") else b""
+        part = self._line + part if self._line else part
+        *lines, self._line = part.split(b"\n")
+        for line in lines:  # an event is one line of data
+            content = line[5:].strip() if line.startswith(b"data:") else b""
             if not content or content == DONE:
                 continue
             if content.startswith(b'{"error"'):
@@ -211,3 +228,10 @@ class Connection(asyncio.Protocol):
             self._answer.error = self._answer.error or error
             self._answer = None
             self._done.set_result(None)
+
+
+def _number(text: str, base: int) -> int:
+    """A number without a sign; raises `ValueError` if it is none."""
+    if not re.fullmatch("[0-9a-fA-F]+", text.strip()):
+        raise ValueError(f'"{text[:50]}" is no length')
+    return int(text, base)
