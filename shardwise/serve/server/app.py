@@ -114,10 +114,17 @@ def _endpoint(context: Context, function: Endpoint) -> Callable[[Request], Await
 def _let_in(context: Context, request: Request) -> str:
     """The user, by the API key; raises `ApiError` if access is denied."""
     origin = request.headers.get("origin")
-    if origin and not context.keys and urlsplit(origin).hostname not in LOCAL:
+    if origin and not context.keys and not _is_local(origin):
         # Without a key, any page opened in a browser on this machine could use the server (DNS rebinding).
         raise ApiError(403, "pages of other sites are not let in without an API key", code="foreign_origin")
     return context.user_of(request.headers.get("authorization", ""))
+
+
+def _is_local(origin: str) -> bool:
+    try:
+        return urlsplit(origin).hostname in LOCAL
+    except ValueError:  # not a URL
+        return False
 
 
 async def _read_body(request: Request, limits: Limits) -> bytes:
