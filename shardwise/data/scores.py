@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from shardwise.data.shards import DTYPES, TokenSet, dtype_for
 from shardwise.files import sync, write_atomically
 from shardwise.run import Run
-from shardwise.run.problems import Problem
+from shardwise.run.problems import Problem, UserError
 from shardwise.run.sections.objective import FACTS, targets_of
 
 INDEX, LOGPROBS, TOKENS = "index.json", "logprobs.bin", "tokens.bin"
@@ -88,11 +88,13 @@ def _files(index: ScoreIndex) -> dict[str, np.dtype[Any]]:
 
 
 class ScoreWriter:
-    """Writes scores from many ranks at once: rank 0 allocates the files, then each rank writes its scores at their positions."""
+    """Writes scores from many ranks at once: rank 0 allocates the files, then each rank writes its scores at their positions. They
+    are written, not mapped: on a network filesystem ranks of two machines would overwrite each other's halves of a page, and a full
+    disk would kill a rank by a signal."""
 
     def __init__(self, folder: Path, index: ScoreIndex) -> None:
         self.folder, self.index = folder, index
-        self.maps: dict[str, NDArray[Any]] = {}
+        self.files: dict[str, int] = {}
 
     def _draft(self, name: str) -> Path:
         return self.folder / f"{name}.part"
@@ -106,24 +108,33 @@ class ScoreWriter:
                 os.truncate(file.fileno(), self.index.tokens * self.index.count * dtype.itemsize)
 
     def open(self) -> None:
-        """Map the files; call before the first `put`."""
-        shape = (self.index.tokens, self.index.count)
-        for name, dtype in _files(self.index).items():
-            self.maps[name] = np.memmap(self._draft(name), dtype=dtype, mode="r+", shape=shape)
+        """Open the files; call before the first `put`."""
+        self.files = {name: os.open(self._draft(name), os.O_WRONLY | os.O_CLOEXEC) for name in _files(self.index)}
 
     def put(self, places: NDArray[np.int64], logprobs: NDArray[Any], tokens: NDArray[Any] | None) -> None:
         """Write the scores of the set's tokens at indices `places`; -1 is skipped."""
-        known = places >= 0
-        self.maps[LOGPROBS][places[known]] = logprobs[known]
-        if tokens is not None:
-            self.maps[TOKENS][places[known]] = tokens[known]
+        known = np.flatnonzero(places >= 0)
+        for run in np.split(known, np.flatnonzero(np.diff(places[known]) != 1) + 1):  # of neighbours
+            for name, values in ((LOGPROBS, logprobs), (TOKENS, tokens)):
+                if len(run) and values is not None:
+                    self._write(name, int(places[run[0]]), values[run])
+
+    def _write(self, name: str, first: int, values: NDArray[Any]) -> None:
+        dtype = _files(self.index)[name]
+        data = np.ascontiguousarray(values, dtype=dtype).tobytes()
+        begin, done = first * self.index.count * dtype.itemsize, 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self.files[name], memoryview(data)[done:], begin + done)
+        except OSError as e:
+            raise UserError(Problem(f"cannot be written: {e.strerror}", where=str(self._draft(name)))) from None
 
     def close(self) -> None:
         """Flush this rank's scores to disk."""
-        for values in self.maps.values():
-            assert isinstance(values, np.memmap)
-            values.flush()
-        self.maps = {}
+        for file in self.files.values():
+            os.fsync(file)
+            os.close(file)
+        self.files = {}
 
     def finish(self) -> None:
         """Rename the files into place and write the index; call once, when all ranks have closed."""
