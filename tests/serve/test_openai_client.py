@@ -12,7 +12,7 @@ import pytest
 from fake_engine import FakeEngine, letters, says
 from late import Late
 from patience import HANG_SECONDS
-from running import Running, model_of, running, until
+from running import Running, exchange, model_of, post, running, until
 from tokenizers_of_each_kind import tokenizer_of
 
 from shardwise.data.chat.template import ChatTemplate
@@ -463,6 +463,28 @@ def test_a_template_that_refuses() -> None:
         with pytest.raises(openai.BadRequestError, match="the user must begin"):
             chat(client)
         assert chat(client, messages=HELLO[1:])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"content": "\ud800"},
+        {"name": "\ud800"},
+        {"tool_call_id": "\udc00"},
+        {"reasoning_content": "\ud800"},
+        {"tool_calls": [{"type": "function", "function": {"name": "\ud800", "arguments": "{}"}}]},
+        {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"a": "\ud800"}'}}]},
+        {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}]},
+        {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": r'{"\udc00\ud800": 1}'}}]},
+    ],
+)
+def test_half_a_surrogate_pair_in_a_message(more: dict[str, Any]) -> None:
+    template = ChatTemplate("{% for message in messages %}{{ message | tojson }}{% endfor %}")
+    with running(FakeEngine(script=letters), model_of(template=template)) as server:
+        body = json.dumps({"messages": [{"role": "assistant", "content": "a", **more}], "max_tokens": 1}).encode()
+        response = exchange(server, post("/v1/chat/completions", body))
+        assert response.startswith(b"HTTP/1.1 400")
+        assert json.loads(response.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_utf8"
 
 
 def test_what_a_publisher_recommends_holds_unless_a_request_says_otherwise() -> None:

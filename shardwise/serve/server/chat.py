@@ -39,8 +39,11 @@ async def chat_completions(context: Context, fields: Fields, user: str) -> Respo
     fields.end()
     try:
         text = model.template.render(messages, more)
+        text.encode()  # arguments of calls are JSON in a string, with escapes of their own
     except UserError as e:
         raise ApiError(400, str(e), "messages", "invalid_value") from None
+    except UnicodeEncodeError:
+        raise ApiError(400, "'messages' has half a surrogate pair", "messages", "invalid_utf8") from None
     # The template has put the special tokens where they belong.
     prompt = await encode(context, text, special=False)
     begun: set[int] = set()
