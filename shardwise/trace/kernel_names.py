@@ -9,9 +9,11 @@ CATEGORIES_BY_NAME = ("matmul", "attention", "memory")
 """What `category_of` may answer."""
 
 # Of names in lower case; the searched text is faster to lower than to compare without case.
-_ATTENTION = re.compile(r"flash|fmha|attention|softmax|sdpa|mha_")
+# FlashInfer has norms and activations too, and the softmax of a loss is no attention.
+_ATTENTION = re.compile(r"flash(?!infer)|fmha|attention|softmax|sdpa|mha_|(?:prefill|decode)with")
+_LOSS = re.compile(r"log_?softmax")
 _MATMUL = re.compile(
-    r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgrad|dgrad|conv|cijk_|matmul|::(?:mm|bmm|addmm|baddbmm|linear|mkldnn_linear|mv|addmv)$"
+    r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgrad|dgrad|conv(?!er)|cijk_|matmul|::(?:mm|bmm|addmm|baddbmm|linear|mkldnn_linear|mv|addmv)$"
     r"|splitk|triton_\w*_mm_|(?:^|_)mm_"
 )
 
@@ -20,6 +22,6 @@ _MATMUL = re.compile(
 def category_of(name: str) -> str:
     """The ledger's category of a compute kernel or operator, by its name: `attention`, `matmul` or `memory`."""
     lower = name.lower()
-    if _ATTENTION.search(lower):
+    if _ATTENTION.search(lower) and not _LOSS.search(lower):
         return "attention"
     return "matmul" if _MATMUL.search(lower) else "memory"

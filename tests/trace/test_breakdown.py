@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profile_files import BASES, device_events, host_events, kernel, read, span, step, text_of
 
+from shardwise.trace.kernel_names import category_of
 from shardwise.trace.spans.activity import activity_of
 from shardwise.trace.spans.intervals import difference, intersect, join, self_time_segments, total, union
 from shardwise.trace.spans.steps import break_down, select_steps
@@ -148,3 +149,22 @@ def test_steps(folder: Path) -> None:
     assert select_steps(activity, first=9).numbers == ()
     everything = select_steps(activity, all_events=True)
     assert (everything.steps, total(everything.windows)) == ((), 740 - 120)
+
+
+@pytest.mark.parametrize(
+    ("category", "names"),
+    [
+        ("memory", (
+            "loop_convert_fusion", "triton_poi_fused_convert_element_type_add_0", "aten::_log_softmax",
+            "void cunn_SoftMaxForward<4, float, float, float, at::native::LogSoftMaxForwardEpilogue>(float*, float const*, int)",
+            "void flashinfer::norm::RMSNormKernel<8u, __nv_bfloat16>",
+        )),
+        ("attention", (
+            "flash_fwd_splitkv_kernel", "aten::_softmax", "void flashinfer::BatchPrefillWithPagedKVCacheKernel<x>",
+            "flashinfer::BatchDecodeWithPagedKVCacheKernel", "void flashinfer::BatchMLAPagedAttentionKernel<x>",
+        )),
+        ("matmul", ("aten::convolution", "implicit_convolve_sgemm", "cudnn::cnn::conv2d_grouped_direct_kernel", "aten::mm")),
+    ],
+)  # fmt: skip
+def test_kernels_are_known_by_their_names(category: str, names: tuple[str, ...]) -> None:
+    assert {name: category_of(name) for name in names} == dict.fromkeys(names, category)
