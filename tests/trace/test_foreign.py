@@ -239,6 +239,7 @@ def test_collectives_of_a_tpu_are_communication(tmp_path: Path, capsys: pytest.C
         dict(ph="M", pid=1, tid=3, name="thread_name", args=dict(name="Framework Name Scope")),
         dict(ph="X", pid=1, tid=2, name="fusion.7", ts=0, dur=600),
         dict(ph="X", pid=1, tid=2, name="all-reduce.3", ts=600, dur=400),
+        dict(ph="X", pid=1, tid=2, name="while.9", ts=0, dur=1000),  # a loop is the operations in it
         dict(ph="X", pid=1, tid=3, name="layer", ts=0, dur=1000),
     ]
     path = tmp_path / "vm.trace.json.gz"

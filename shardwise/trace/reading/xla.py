@@ -12,6 +12,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ _DEVICE = re.compile(r"/device:(GPU|TPU|CUSTOM)[^:]*:(\d+)")
 _STREAM = re.compile(r"Stream #(\d+)")
 _WORK = ("XLA Ops", "Async XLA Ops")
 _COPY = re.compile(r"memcpy|memcpyd2h|copy-(?:start|done)|infeed|outfeed", re.IGNORECASE)
+_CONTROL = re.compile(r"%?(?:while|conditional|call)\b")
 _COLLECTIVES = {"all-reduce": "AllReduce", "all-gather": "AllGather", "reduce-scatter": "ReduceScatter", "all-to-all": "AllToAll",
                 "collective-permute": "SendRecv", "collective-broadcast": "Broadcast"}  # fmt: skip
 
@@ -85,11 +87,18 @@ def _spans(lines: list[Line], device: int) -> Iterator[Span]:
         if not (stream if streams else line.name in _WORK):
             continue
         thread = int(stream[1]) if stream else at
-        for name, start, end in line.events:
+        for name, start, end in line.events if streams else _without_loops(line.events):
             category = "gpu_memcpy" if _COPY.search(name) and not _collective(name) else "kernel"
             yield Span(
                 category, _collective(name) or name, start, end, device, thread, {"device": device, "stream": thread}
             )
+
+
+def _without_loops(events: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """The events of a line without loops and branches that enclose others: their time is that of the operations inside."""
+    inner = sorted((event for event in events if event[2] > event[1]), key=lambda event: (event[1], -event[2]))
+    loops = {outer for outer, after in pairwise(inner) if _CONTROL.match(outer[0]) and outer[1] <= after[1] < outer[2]}
+    return [event for event in events if event not in loops]
 
 
 def _collective(name: str) -> str:
