@@ -94,6 +94,9 @@ class Job:
                 out = {name: stack.enter_context(open(draft, "wb")) for name, draft in drafts.items()}
                 done = self.write(unit, out, add_progress)
                 out[_RECORD].write(json.dumps(asdict(done)).encode())
+                for file in out.values():  # the record must not outlive them in a power failure
+                    file.flush()
+                    os.fsync(file.fileno())
             for name, path in paths.items():
                 os.replace(drafts[name], path)
         finally:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from shardwise.data.chat.files import FILE as TEMPLATE
 from shardwise.data.chat.files import choose_template
 from shardwise.data.pieces import Pieces
+from shardwise.files import write_atomically
 from shardwise.run.problems import Problem, UserError, install, nearest
 
 FILE = "tokenizer.json"
@@ -342,10 +343,10 @@ def _template(folder: Path) -> str:
 def _save(folder: Path, marker: dict[str, str], template: str, content: bytes = b"") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if content:
-        (folder / FILE).write_bytes(content)
-    (folder / MARKER).write_text(json.dumps(marker) + "\n", encoding="utf-8")
+        write_atomically(folder / FILE, content)
+    write_atomically(folder / MARKER, (json.dumps(marker) + "\n").encode())
     if template:
-        (folder / TEMPLATE).write_text(template, encoding="utf-8")
+        write_atomically(folder / TEMPLATE, template.encode())
 
 
 def _read_marker(folder: Path) -> dict[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flushed import flushes_watched
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_models import (
@@ -142,6 +143,15 @@ def test_folders_that_are_taken(tmp_path: Path) -> None:
         from_hf(tmp_path / "nowhere", tmp_path / "new")
     with pytest.raises(UserError, match="holds no config"):
         from_hf(tmp_path / "taken", tmp_path / "new")
+
+
+def test_a_power_failure_leaves_no_empty_file(tmp_path: Path) -> None:
+    save(tmp_path / "hf", *MODELS["llama2"])
+    (tmp_path / "hf" / "tokenizer_config.json").write_text("{}")
+    with flushes_watched() as unflushed:
+        from_hf(tmp_path / "hf", tmp_path / "ours")
+        to_hf(tmp_path / "ours", tmp_path / "back")
+        assert unflushed(tmp_path / "ours") + unflushed(tmp_path / "back") == []
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flushed import flushes_watched
 
 from shardwise.cli.files.data import add_arguments, execute
 from shardwise.data import inputs
@@ -104,6 +105,16 @@ def test_interrupted_it_goes_on(form: Any, tmp_path: Path, monkeypatch: pytest.M
     if form == "prompts":
         good = [row for row in rows if isinstance(row, dict)]
         assert [one.row(n) for n in range(one.documents)] == good
+
+
+@pytest.mark.parametrize("chat", [None, ChatOptions()], ids=["text", "chat"])
+def test_a_power_failure_leaves_no_empty_file(chat: ChatOptions | None, tmp_path: Path, tokenizer_file: Path) -> None:
+    rows = [{"text": f"text {n}", "prompt": f"question {n}", "completion": f"answer {n}"} for n in range(20)]
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with flushes_watched() as unflushed:
+        build([source], tmp_path / "out", tokenizer=tokenizer_file, workers=1, chat=chat)
+        assert unflushed(tmp_path / "out") == []
 
 
 def test_parquet(tmp_path: Path) -> None:

@@ -256,7 +256,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True)
         yield folder
-        sync(folder)
+        for path in (*folder.rglob("*"), folder):  # weights and tokenizers are copied without a flush
+            sync(path)
         folder.rename(out)
         sync(out.parent)
     except OSError as e:

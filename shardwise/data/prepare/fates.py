@@ -27,6 +27,7 @@ from shardwise.data.prepare.spill import (
     read_rows,
 )  # fmt: skip
 from shardwise.data.prepare.stages import Plan, folder_of, read_plan
+from shardwise.files import sync
 from shardwise.run.problems import Problem, UserError
 
 REASONS = "reasons.json"
@@ -104,6 +105,8 @@ def write_fates(plan: Plan, work: Path, folder: Path) -> None:
     for column in columns.values():
         column.flush()
     (draft / REASONS).write_text(json.dumps(list(reasons), ensure_ascii=False), encoding="utf-8")
+    for file in draft.iterdir():
+        sync(file)
     os.rename(draft, folder)
 
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from flushed import flushes_watched
 
 from shardwise.cli.main import main
 from shardwise.data import TokenSet
@@ -97,6 +98,12 @@ def test_a_kill_at_any_task_loses_nothing(corpus: Path, written: Read, monkeypat
 
 
 @pytest.mark.drawn(group="preparation")
+def test_a_power_failure_leaves_no_empty_file(corpus: Path) -> None:
+    with flushes_watched() as unflushed:
+        prepare(read_recipe(corpus / "recipe.toml"), corpus, corpus / "out", workers=1)
+        assert unflushed(corpus / "out") == []
+
+
 def test_a_kill_in_the_middle_of_a_task(corpus: Path, written: Read) -> None:
     """A process that dies without any cleaning up, in the middle of writing."""
     do(corpus, "whole")
