@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge, wait
 from queue import SimpleQueue
 from typing import Any
 
@@ -69,15 +69,15 @@ class Links:
         self._lives: dict[int, Connection] = {}
         leads, first = place.rank == place.leader, place.rank == 0
         key = secrets.token_bytes(32)
-        listener = Listener((_own_address(meet), 0), backlog=2 * world, authkey=key) if leads else None
-        addresses: list[tuple[tuple[str, int], bytes] | None] = [None] * world
+        listener = _listen(_own_address(meet), 2 * world, key) if leads else None
+        addresses: list[tuple[tuple[Any, ...], bytes] | None] = [None] * world
         mine = (listener.address, key) if listener is not None else None
         dist.all_gather_object(addresses, mine)
 
         def call(rank: int, word: str) -> Connection:
             where = addresses[rank]
             assert where is not None
-            connection = Client(where[0], authkey=where[1])
+            connection = _connect(*where)
             connection.send((word, place.rank))
             return _sent_at_once(connection)
 
@@ -132,6 +132,19 @@ def _own_address(meet: str) -> str:
     with socket.socket(family[0], socket.SOCK_DGRAM) as probe:
         probe.connect(family[4])  # sends nothing
         return probe.getsockname()[0]
+
+
+def _listen(address: str, backlog: int, key: bytes) -> Listener:
+    return Listener((address, 0), "AF_INET6" if ":" in address else "AF_INET", backlog, key)
+
+
+def _connect(address: tuple[Any, ...], key: bytes) -> Connection:
+    """Like `multiprocessing.connection.Client`, which knows no IPv6."""
+    with socket.create_connection(address[:2]) as connected:
+        connection = Connection(connected.detach())
+    answer_challenge(connection, key)
+    deliver_challenge(connection, key)
+    return connection
 
 
 def _sent_at_once(connection: Connection) -> Connection:
