@@ -20,7 +20,8 @@ WAYS = (
     ("int4", "round", None),
     ("int8", "round", 0.002),
     ("int8", "smoothquant", 0.002),
-    ("fp8", "round", 0.002),
+    ("fp8", "gptq", 0.002),
+    ("fp8", "round", None),
 )
 """Weights, method, and what it may cost."""
 

@@ -136,8 +136,7 @@ def _rounded(
         matrix = matrix.to(products.dtype)
         if settings.method == "gptq":
             return gptq(matrix, products, form, dtype, settings.damping, settings.act_order)
-        # Queries and keys are multiplied with each other, so the range of their matrices is not clipped, as in AWQ.
-        return clipped(matrix, products, form, dtype, clip=not name.startswith(("attention.q", "attention.k.")))
+        return clipped(matrix, products, form, dtype)
 
     if weight.ndim == 2:
         return one(weight, given.products)
