@@ -4,6 +4,7 @@ ones; and what conversion needs of memory and of the folder it writes to."""
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ from tiny_models import (
 
 import shardwise
 from shardwise.checkpoint.huggingface import from_hf, to_hf
+from shardwise.checkpoint.huggingface.convert import new_folder
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.run import UserError
 
@@ -143,6 +145,18 @@ def test_folders_that_are_taken(tmp_path: Path) -> None:
         from_hf(tmp_path / "nowhere", tmp_path / "new")
     with pytest.raises(UserError, match="holds no config"):
         from_hf(tmp_path / "taken", tmp_path / "new")
+
+
+def test_a_draft_of_another_process_stays(tmp_path: Path) -> None:
+    """Two containers that convert into the same folder may have the same process id; so may a killed one and its successor."""
+    with new_folder(tmp_path / "out") as first:
+        (first / "weights").write_text("1")
+        with new_folder(tmp_path / "out") as second:
+            assert second != first
+        assert (first / "weights").is_file()
+        shutil.rmtree(tmp_path / "out")
+    assert (tmp_path / "out" / "weights").is_file()
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
 def test_a_power_failure_leaves_no_empty_file(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
+import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -252,7 +252,7 @@ def check_free(out: Path) -> None:
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to fill, renamed to `out` on success and removed on failure."""
     out = out.resolve()
-    folder = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    folder = out.with_name(f".{out.name}.partial-{secrets.token_hex(4)}")  # in containers process ids are the same
     try:
         folder.mkdir(parents=True)
         yield folder
