@@ -6,6 +6,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tokenizers_of_each_kind import tokenizer_of
 
 from shardwise.data.chat.template import ChatTemplate
 from shardwise.data.tokenizer import ByteTokenizer
-from shardwise.serve.request import Request
+from shardwise.serve.request import Output, Request
 from shardwise.serve.server.limits import Limits
 
 openai: Any = Late("openai")
@@ -178,6 +179,28 @@ def test_stop_strings(client: openai.OpenAI, server: Running) -> None:
     answer = complete(client, max_tokens=2000, n=2, seed=3, stop=text[10:13])
     assert answer.choices[0].text == text[:10]
     server.idle()
+
+
+class SeveralAtOnce(FakeEngine):
+    """As an engine whose guesses were right: seven tokens each time."""
+
+    def _next(self, each: Any) -> Output:
+        made = [super()._next(each)]
+        while len(made) < 7 and made[-1].finish is None:
+            made.append(super()._next(each))
+        return replace(made[-1], tokens=tuple(token for output in made for token in output.tokens))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_after_a_stop_string_are_not_counted(stream: bool) -> None:
+    script = says("one, two, three, four")
+    with running(SeveralAtOnce(script=script)) as server, client_of(server) as client:
+        more: dict[str, Any] = dict(stream=True, stream_options={"include_usage": True}) if stream else {}
+        answer = complete(client, n=2, stop=["wo, "], max_tokens=20, **more)
+        texts, _, chunks = joined(answer if stream else [answer])
+        assert texts == {0: "one, t", 1: "one, t"}
+        assert chunks[-1].usage.completion_tokens == 2 * len("one, two, ")
+        assert server.context.metrics.answer_tokens == 2 * len("one, two, ")
 
 
 def test_tokens_that_end_an_answer_have_no_text() -> None:

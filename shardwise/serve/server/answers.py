@@ -162,15 +162,17 @@ class Answers:
         if self._silent:
             choice.done = output.finish is not None
             return Delta(at, "", (), "length" if choice.done else None)
-        self.usage.answer += len(output.tokens)
-        self._timing.tokens(len(output.tokens))
+        count = 0
         for number, token in enumerate(output.tokens):
             more, place = reader.add(token)
             text += more
             if output.logprobs:
                 choice.held.append((output.logprobs[number], place))
+            count += 1
             if reader.stopped:
                 break
+        self.usage.answer += count
+        self._timing.tokens(count)
         finish: str | None = output.finish
         if reader.stopped:
             self._service.finish(request.id, output.index)
