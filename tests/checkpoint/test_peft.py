@@ -308,6 +308,25 @@ def test_ranks_and_alphas_of_their_own_are_for_experts_alone(tmp_path: Path, key
     from_peft(adapters(tmp_path, tensors, target_modules=["down_proj"]), tmp_path / "out", base)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("init_lora_weights", "pissa_niter_4", "the base has other weights too"),
+        ("init_lora_weights", "olora", "the base has other weights too"),
+        ("alora_invocation_tokens", [1, 2], "only None is read"),
+        ("use_qalora", True, "only False is read"),
+    ],
+)
+def test_adapters_that_compute_something_else_are_refused(tmp_path: Path, key: str, value: Any, reason: str) -> None:
+    base, _ = base_of(tmp_path, SMALL | dict(ffn=64, qk_norm=False))
+    down = "model.layers.0.mlp.down_proj"
+    tensors = {f"{down}.lora_A.weight": torch.randn(4, 64), f"{down}.lora_B.weight": torch.randn(32, 4)}
+    with pytest.raises(UserError, match=rf"{key}: .*{reason}"):
+        from_peft(adapters(tmp_path, tensors, target_modules=["down_proj"], **{key: value}), tmp_path / "out", base)
+    usual = dict(init_lora_weights="gaussian", alora_invocation_tokens=None, use_qalora=False)
+    from_peft(adapters(tmp_path, tensors, target_modules=["down_proj"], **usual), tmp_path / "out", base)
+
+
 MIXED = SMALL | dict(qk_norm=True, experts=4, experts_per_token=2, expert_ffn=16, dense_layers=0)
 NAMES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 

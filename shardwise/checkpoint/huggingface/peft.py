@@ -68,8 +68,13 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "layers_to_transform": (None,),
     "trainable_token_indices": (None,),
     "exclude_modules": (None, []),
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (False,),
 }
 """The accepted values of config keys that are not supported here."""
+BESIDE_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Initial values of adapters (`init_lora_weights`) that leave the base as it is. Others, such as PiSSA's, take from the base what
+they put into the adapters, and peft does so again when it loads them."""
 
 
 def to_peft(checkpoint: str | Path, out_dir: str | Path) -> Conversion:
@@ -255,6 +260,12 @@ def _read_config(source: Path) -> dict[str, Any]:
         for key, allowed in OTHER.items()
         if key in config and config[key] not in allowed
     ]
+    if (begun := config.get("init_lora_weights", True)) not in BESIDE_THE_BASE:
+        reason = (
+            f"is {begun!r}, with which the base has other weights too; have peft save them as adapters of the base as it was "
+            "(save_pretrained(..., path_initial_model_for_weight_conversion=...))"
+        )
+        problems.append(Problem(reason, "init_lora_weights", where))
     known = (*(f"experts.{name}" for name in STACKS), *STACKS)
     others = [name for name in config.get("target_parameters") or () if not name.endswith((*known, "_proj.weight"))]
     if others:
