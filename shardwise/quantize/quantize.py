@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,9 +17,11 @@ from shardwise.checkpoint.huggingface.packed.folder import packed_entries
 from shardwise.checkpoint.weights import load_model, open_weights
 from shardwise.checkpoint.writer import FILE_BYTES
 from shardwise.model.device import choose_device
+from shardwise.model.quantized.model import layer_matrices
 from shardwise.quantize.layers import Settings, quantize_layers
 from shardwise.quantize.texts import open_texts, perplexity, spread, tensors_of
 from shardwise.run import UserError, read_run
+from shardwise.run.weights import WeightFormat
 
 TOGETHER = 4
 """Calibration sequences that pass through a layer at a time."""
@@ -69,6 +71,7 @@ def quantize_checkpoint(
     where = choose_device(device)
     model, _ = load_model(folder, getattr(torch, run.train.dtype), where)
     model.dtype = getattr(torch, run.train.dtype)
+    settings = replace(settings, form=of_one_group(settings.form, {m.shape[-1] for _, m in layer_matrices(model)}))
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     tell("perplexity before")
@@ -87,3 +90,10 @@ def quantize_checkpoint(
         shutil.copyfile(folder / RUN_FILE, made / RUN_FILE)
         after = write_entries(made, entries, None, FILE_BYTES)
     return Quantized(before, after, first, second, notes)
+
+
+def of_one_group(form: WeightFormat, widths: set[int]) -> WeightFormat:
+    """The format with the largest groups that divide the rows of all matrices: a folder names one size."""
+    while form.kind == "int4" and len(groups := {form.group_of(width) for width in widths} - {0}) > 1:
+        form = replace(form, group=min(groups))
+    return form

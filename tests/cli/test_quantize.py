@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from shardwise.checkpoint.weights import load_model
 from shardwise.cli.main import main
 from shardwise.model import Transformer, initialize
-from shardwise.model.quantized.model import quantize_model, use_quantized_gemms
+from shardwise.model.quantized.model import layer_matrices, quantize_model, use_quantized_gemms
+from shardwise.quantize.quantize import of_one_group
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
+from shardwise.run.weights import QUANTIZED
 from shardwise.run.write import sections_to_toml
 
 GPT = dict(norm="layernorm", activation="gelu", bias="all")
@@ -40,6 +42,21 @@ def checkpoint_of(folder: Path, **model: object) -> Path:
 
 def run(*arguments: object) -> int:
     return main(["quantize", *map(str, arguments)])
+
+
+def test_a_folder_has_groups_of_one_size(tmp_path: Path) -> None:
+    """Its config names one, with which others read every matrix."""
+    source = checkpoint_of(tmp_path / "tiny", ffn=80)
+    options = ("--weights", "int4", "--group", 32, "--method", "round", "--set", tmp_path / "text.txt")
+    assert run(source, tmp_path / "out", *options) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    size = config["config_groups"]["group_0"]["weights"]["group_size"]
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    scales = {name: tensor for name, tensor in stored.items() if name.endswith("weight_scale")}
+    assert len(scales) == 14
+    for name, scale in scales.items():
+        columns = int(stored[name.replace("weight_scale", "weight_shape")][1])
+        assert scale.shape[1] * size == columns, name
 
 
 @pytest.mark.parametrize(
@@ -84,7 +101,7 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, model: dict[str, object
     options = ("--method", "round", "--set", tmp_path / "text.txt", "--eval-sequences", 1)
     assert run(source, tmp_path / "out", "--weights", weights, *options) == 0
     wanted, _ = load_model(source)
-    quantize_model(wanted, weights)
+    quantize_model(wanted, of_one_group(QUANTIZED[weights], {m.shape[-1] for _, m in layer_matrices(wanted)}))
     found, _ = load_model(tmp_path / "out", torch.float32)
     use_quantized_gemms(found)
     tokens = torch.arange(20)[None]
