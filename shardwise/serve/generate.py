@@ -39,7 +39,7 @@ def read_generation(folder: Path) -> dict[str, Any]:
 def ends_of(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     """The tokens that end an answer: the tokenizer's end token and those of the file, of which chat models have several."""
     ends = read_generation(folder).get("eos_token_id")
-    ids = [token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)]
+    ids = [token for token in (ends if isinstance(ends, list) else [ends]) if type(token) is int and token >= 0]
     return frozenset([tokenizer.end, *ids])
 
 

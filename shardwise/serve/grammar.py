@@ -74,7 +74,7 @@ class Grammars:
         """`vocab` is the model's vocabulary size, `ends` are the tokens that end an answer."""
         self._source = tokenizer
         self._vocab = vocab
-        self._ends = sorted(token for token in ends if token < vocab)
+        self._ends = sorted(token for token in ends if 0 <= token < vocab)
 
     def make(self, form: Form, count: int) -> tuple[TokenGrammar, ...]:
         """One grammar for each of `count` answers; raises `UserError` with the mistake in the form."""

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shardwise.data.chat.template import ChatTemplate, load_template
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.run import UserError
+from shardwise.serve.grammar import Form, Grammars
 from shardwise.serve.server.model import load_model_files
 
 MESSAGES = [
@@ -119,3 +121,14 @@ def test_what_a_checkpoint_says_of_answers(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     model = load_model_files(tmp_path, "m")
     assert (model.ends, model.recommended, model.first) == ({10, 256}, {"temperature": 0.6}, 256)
+
+
+def test_ends_that_are_no_tokens_are_ignored(tmp_path: Path) -> None:
+    (tmp_path / "shardwise_tokenizer.json").write_text('{"kind": "byte"}')
+    for ends in (-1, [-1, 10], [True, 10**12, 10], "</s>"):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        model = load_model_files(tmp_path, "m")
+        grammar = Grammars(model.tokenizer, 300, model.ends).make(Form("regex", "a"), 1)[0]
+        grammar.accept(ord("a"))
+        bits = np.unpackbits(grammar.allowed().view(np.uint8), bitorder="little")
+        assert np.flatnonzero(bits).tolist() == ([10, 256] if isinstance(ends, list) else [256])
