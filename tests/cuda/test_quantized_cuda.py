@@ -10,14 +10,14 @@ from shardwise.model.kernels.gemm.skinny import skinny_gemm_reference
 from shardwise.model.quantized.linear import QuantizedGemm
 from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.quantized.rounding import round_matrix
-from shardwise.run.weights import FORMATS
+from shardwise.run.weights import QUANTIZED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda")
 
 
 def matrix_of(kind: str, n: int, k: int, zeros: bool = False) -> QuantizedMatrix:
-    made = round_matrix(torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) * 0.05, FORMATS[kind])
+    made = round_matrix(torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) * 0.05, QUANTIZED[kind])
     if zeros:
         zero = torch.randint(0, 16, made.scale.shape, dtype=torch.uint8, device=DEVICE)
         made = QuantizedMatrix(made.packed, made.scale, zero, made.form, made.dtype)

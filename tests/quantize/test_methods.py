@@ -18,7 +18,7 @@ from shardwise.quantize.inputs import inputs_of, recorded
 from shardwise.quantize.layers import Settings, quantize_layers
 from shardwise.quantize.sites import fold, free_scales, sites_of
 from shardwise.run import UserError
-from shardwise.run.weights import FORMATS, SMOOTHED, WeightFormat
+from shardwise.run.weights import QUANTIZED, SMOOTHED, WeightFormat
 
 INT4 = WeightFormat("int4", 16, zeros=True)
 
@@ -42,7 +42,7 @@ def test_gptq_makes_up_for_each_column_as_least_squares_does() -> None:
     weight = torch.randn(3, 8, dtype=torch.float64, generator=draw)
     x = drawn_inputs(40, 8)
     products = x.T @ x
-    made = gptq(weight, products, FORMATS["int8"], torch.float64, damping=0.0)
+    made = gptq(weight, products, QUANTIZED["int8"], torch.float64, damping=0.0)
     assert made is not None
     scale = weight.abs().amax(1, keepdim=True).div(127).float().double()
     left, integers = weight.clone(), torch.empty_like(weight)
@@ -57,7 +57,7 @@ def test_gptq_makes_up_for_each_column_as_least_squares_does() -> None:
 
 
 @pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize("form", [INT4, WeightFormat("int4", 128), FORMATS["int8"], FORMATS["fp8"]])
+@pytest.mark.parametrize("form", [INT4, WeightFormat("int4", 128), QUANTIZED["int8"], QUANTIZED["fp8"]])
 def test_gptq_is_nearer_than_rounding(form: WeightFormat, act_order: bool) -> None:
     weight = torch.randn(24, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x = drawn_inputs(600, 256)
@@ -145,11 +145,11 @@ def test_scales_that_are_folded_change_nothing(family: str) -> None:
 @pytest.mark.parametrize(
     ("method", "form"),
     [
-        ("gptq", FORMATS["int8"]),
-        ("awq", FORMATS["int8"]),
+        ("gptq", QUANTIZED["int8"]),
+        ("awq", QUANTIZED["int8"]),
         ("smoothquant", SMOOTHED),
-        ("gptq", FORMATS["int4"]),
-        ("awq", FORMATS["int4"]),
+        ("gptq", QUANTIZED["int4"]),
+        ("awq", QUANTIZED["int4"]),
     ],
 )
 @pytest.mark.drawn(8, "family", "method")

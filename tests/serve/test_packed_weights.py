@@ -18,7 +18,7 @@ from shardwise.plan.serving.plan import plan_serving
 from shardwise.plan.serving.pool import weight_bytes
 from shardwise.run import UserError, read_run
 from shardwise.run.sections.serve import ServeConfig
-from shardwise.run.weights import FORMATS, SMOOTHED
+from shardwise.run.weights import QUANTIZED, SMOOTHED
 from shardwise.serve.engine import Engine, make_engine
 from shardwise.serve.request import Request, Sampling
 from shardwise.serve.runner import Runner
@@ -28,7 +28,7 @@ PROMPTS = [(1, 2, 3, 4, 5, 6, 7, 8, 9), (7,), (30, 31, 32, 33, 34)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("weights", [*FORMATS, "smoothed"])
+@pytest.mark.parametrize("weights", [*QUANTIZED, "smoothed"])
 @pytest.mark.drawn(7, "family", "weights")
 def test_the_engine_equals_the_forward_pass(family: str, weights: str) -> None:
     model = copy.deepcopy(model_of(family))
@@ -67,7 +67,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("weights", [*FORMATS, "bfloat16"])
+@pytest.mark.parametrize("weights", [*QUANTIZED, "bfloat16"])
 @pytest.mark.drawn(2)
 def test_a_checkpoint_is_rounded_as_it_is_read(checkpoint: Path, weights: str) -> None:
     run = read_run(checkpoint / "run.toml", [f"serve.weights={weights}", "serve.max_sequences=4"])
@@ -80,7 +80,7 @@ def test_a_checkpoint_is_rounded_as_it_is_read(checkpoint: Path, weights: str) -
             assert torch.equal(made, weight.bfloat16())
             continue
         assert isinstance(made, QuantizedMatrix)
-        wanted = round_matrix(weight.detach(), FORMATS[weights])
+        wanted = round_matrix(weight.detach(), QUANTIZED[weights])
         assert wanted is not None
         assert torch.equal(made.dequantized(), wanted.dequantized())
     assert tokens_of(answers(engine, [Request("a", (1, 2, 3), 4, Sampling(0.0))])["a", 0])
@@ -94,7 +94,7 @@ def test_a_head_in_8_bits_is_rounded_by_row_and_counted(checkpoint: Path, weight
     assert isinstance(model.head.weight, QuantizedMatrix)
     assert stored_bytes(model) == weight_bytes(run) < weight_bytes(replace(run, serve=replace(run.serve, head="auto")))
     plain, _ = load_model(checkpoint, torch.float32)
-    wanted = round_matrix(plain.head.weight.detach(), FORMATS["int8"])
+    wanted = round_matrix(plain.head.weight.detach(), QUANTIZED["int8"])
     assert torch.equal(model.head.weight.dequantized(), wanted.dequantized())
     found = tokens_of(answers(engine, [Request("a", (1, 2, 3), 6, Sampling(0.0))])["a", 0])
     text = [1, 2, 3]
