@@ -105,12 +105,15 @@ def array_script(
     folder: Path,
     *,
     after: str = "",
+    nodes: int = 1,
     ranks: int = 1,
+    gpus: bool = False,
     options: Sequence[str] = (),
 ) -> str:
-    """The file for `sbatch`: runs `commands` once for each task. `after` is the id of a job that has to succeed first. Each task's
-    output goes to its own file in the folder's `logs`."""
-    lines = [f"--job-name={scheduler_name(name)}", f"--array=0-{tasks - 1}", f"--ntasks={ranks}"]
+    """The file for `sbatch`: runs `commands` once for each task, on `nodes` machines with `ranks` each, and a GPU for each rank if
+    `gpus`. `after` is the id of a job that has to succeed first. Each task's output goes to its own file in the folder's `logs`."""
+    lines = [f"--job-name={scheduler_name(name)}", f"--array=0-{tasks - 1}", f"--nodes={nodes}"]
+    lines += [f"--ntasks-per-node={ranks}", *[f"--gpus-per-node={ranks}"] * gpus]
     lines += [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] * bool(after)
     log = folder.resolve() / "logs" / "slurm-%A-%a.out"
     lines += ["--requeue", "--open-mode=append", f"--output={shlex.quote(str(log))}", *options]

@@ -58,6 +58,17 @@ def test_shallow_models_keep_their_layers_where_they_have_enough_widths() -> Non
     assert len({rung.run.model.hidden for rung in rungs}) == 5
 
 
+def test_the_array_asks_for_the_machines_of_the_target(tmp_path: Path) -> None:
+    """Without them Slurm would start all ranks without a GPU, on machines of its choice."""
+    machines = dict(layout=dict(shard=8), cluster=dict(chip="h100", nodes=2, devices_per_node=4))
+    path = tmp_path / "target.toml"
+    path.write_text(to_toml(run_from_dict(TARGET | machines)))
+    assert main(["scale", "ladder", str(path), "--out", str(tmp_path / "ladder"), "--slurm"]) == 0
+    lines = (tmp_path / "ladder" / "ladder.sbatch").read_text().splitlines()
+    asked = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH --n") or "--gpus" in line]
+    assert asked == ["--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4"]
+
+
 @pytest.mark.drawn(group="laws")
 def test_a_ladder_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "target.toml"

@@ -18,6 +18,7 @@ from shardwise.launch.slurm import TASK, array_script
 from shardwise.plan.budget.ladder import Rung, make_ladder, rung_of
 from shardwise.report import words
 from shardwise.run import Problem, UserError, read_run, to_toml
+from shardwise.run.derive import planned_on_gpu
 from shardwise.scale.fit import fit, predict
 from shardwise.scale.runs import is_run_folder, read_runs
 from shardwise.scale.store import to_json
@@ -73,7 +74,7 @@ def _figures(rung: Rung, path: Path, folder: Path) -> dict[str, Any]:
     if rung.run.cluster.chip and not rung.run.layout.auto:
         from shardwise.plan.plan import plan
 
-        planned = plan(rung.run)
+        planned = plan(read_run(path, (), (unknown_chip,)))  # the rung as it is trained, with its microbatch
         figures |= dict(days=planned.cost.days, cost=planned.cost.usd)
     if is_run_folder(folder / rung.run.name):
         figures["loss"] = float(read_runs([folder / rung.run.name]).loss[0])
@@ -102,7 +103,10 @@ def _array(folder: Path, rungs: list[Rung]) -> str:
         f'name="${{names[{TASK}]}}"',
         f'srun {shlex.quote(sys.executable)} -m shardwise train {place}/"$name".toml --out {place}/"$name"',
     ]
-    return array_script(f"{folder.name}", len(rungs), commands, folder, ranks=rungs[0].run.layout.world)
+    run = rungs[0].run
+    ranks = min(run.layout.world, run.cluster.devices_per_node)
+    nodes, gpus = -(-run.layout.world // ranks), planned_on_gpu(run)
+    return array_script(folder.name, len(rungs), commands, folder, nodes=nodes, ranks=ranks, gpus=gpus)
 
 
 def _lines(found: dict[str, Any], folder: Path, args: argparse.Namespace) -> list[str]:
