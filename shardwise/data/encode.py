@@ -118,7 +118,7 @@ class Job:
 
     def write(self, unit: Unit, out: Mapping[str, IO[bytes]], report: Report) -> UnitResult:
         """Tokenise one unit into its files."""
-        batches = _Batches(self.tokenizer, out["tokens"], report)
+        batches = _Batches(self.tokenizer, out, report)
         problems: list[Problem] = []
         for chunk in unit.chunks:
             reader = Reader(self.inputs[chunk.input], chunk, self.field)
@@ -133,21 +133,18 @@ class Job:
                 break
         if problems:
             raise UserError(*problems)
-        out["ends"].write(np.array(batches.ends, dtype=ENDS).tobytes())
-        batches.done.documents = len(batches.ends)
         return batches.done
 
 
 class _Batches:
     """Collects parts of documents, tokenises them in batches and writes the tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, out: IO[bytes], report: Report) -> None:
+    def __init__(self, tokenizer: Tokenizer, out: Mapping[str, IO[bytes]], report: Report) -> None:
         self.tokenizer = tokenizer
         self.out = out
         self.report = report
         self.dtype = DTYPES[dtype_for(tokenizer.vocab)]
         self.end = np.array([tokenizer.end], dtype=self.dtype)
-        self.ends: list[int] = []
         self.done = UnitResult()
         self._reader: Reader | None = None
         self._parts: list[Part] = []
@@ -176,6 +173,7 @@ class _Batches:
             )
             before = self.done.tokens
             arrays: list[NDArray[Any]] = []
+            ends: list[int] = []  # written with their tokens: a compressed file is one unit, however large
             for part, ids in zip(self._parts, self._encode(texts), strict=True):
                 # A tokenizer that normalises may return no tokens for a text.
                 if part.first and part.last and not len(ids):
@@ -186,9 +184,11 @@ class _Batches:
                 if part.last:
                     arrays.append(self.end)
                     self.done.tokens += 1
-                    self.ends.append(self.done.tokens)
+                    ends.append(self.done.tokens)
             if arrays:
-                self.out.write(np.concatenate(arrays, dtype=self.dtype).data)
+                self.out["tokens"].write(np.concatenate(arrays, dtype=self.dtype).data)
+            self.out["ends"].write(np.array(ends, dtype=ENDS).tobytes())
+            self.done.documents += len(ends)
             self.report(self._consumed, self.done.tokens - before)
         self.drop()
 

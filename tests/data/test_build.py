@@ -4,6 +4,7 @@ of input."""
 from __future__ import annotations
 
 import gzip
+import io
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ import pytest
 from patience import HANG_SECONDS
 
 from shardwise.data import build as building
-from shardwise.data import documents, inputs
+from shardwise.data import documents, encode, inputs
 from shardwise.data.build import build
 from shardwise.data.encode import Job
 from shardwise.data.shards import TokenSet
@@ -321,3 +322,21 @@ def test_the_library_keeps_its_own_threads_afterwards(tmp_path: Path, write_json
             monkeypatch.setenv("TOKENIZERS_PARALLELISM", value)
         build([path], tmp_path / f"out{i}", workers=1)
         assert os.environ.get("TOKENIZERS_PARALLELISM") == value
+
+
+def test_what_a_unit_holds_does_not_grow_with_its_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compressed file is one unit, however many documents it has: their ends are written with their tokens."""
+    monkeypatch.setattr(encode, "BATCH", 1000)
+    source = tmp_path / "a.jsonl.gz"
+    source.write_bytes(gzip.compress(b'{"text": "0123456789"}\n' * 1000))
+    (unit,) = inputs.split_into_units(found := inputs.find_inputs([source], "text"))
+    written: dict[str, io.BytesIO] = {name: io.BytesIO() for name in Job.files}
+    seen: list[tuple[int, int]] = []
+
+    def report(consumed: int, tokens: int) -> None:
+        seen.append((written["tokens"].tell() // 2, written["ends"].tell() // 8))
+
+    done = Job(found, "text", ByteTokenizer(), tmp_path).write(unit, written, report)
+    assert seen == [(1100 * n, 100 * n) for n in range(1, 11)]
+    assert done.documents == 1000
+    assert np.frombuffer(written["ends"].getvalue(), "<u8").tolist() == list(range(11, 11001, 11))

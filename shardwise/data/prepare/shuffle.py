@@ -69,7 +69,8 @@ def read_partition(folders: Iterable[Path], partition: int, dtype: np.dtype[Any]
     """The keys of a partition from all units, in order."""
     found = []
     for folder in folders:
-        runs = np.load(folder / RUNS)
+        # Not loaded: it has an entry for every partition, of which one is needed.
+        runs = np.load(folder / RUNS, mmap_mode="r")
         with open(folder / KEYS, "rb") as file:
             for start, stop in runs[:, partition : partition + 2].tolist():
                 if stop > start:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from shardwise.data.prepare.minhash import MinHash, survivors
 from shardwise.data.prepare.prepare import prepare
 from shardwise.data.prepare.privacy import privacy
 from shardwise.data.prepare.recipe import read_recipe
+from shardwise.data.prepare.shuffle import KeyWriter, read_partition
 from shardwise.data.prepare.words import Document, Vocabulary, simple_words
 from shardwise.run.problems import UserError
 
@@ -125,6 +127,26 @@ def test_exact_keys_fall_into_all_partitions() -> None:
     assert Exact().keys(Document("a  b", vocabulary), 1)[1] == Exact().keys(Document("a\nb", vocabulary), 1)[1]
     strict = Exact(blanks=True)
     assert strict.keys(Document("a  b", vocabulary), 1)[1] != strict.keys(Document("a\nb", vocabulary), 1)[1]
+
+
+def test_a_partition_does_not_load_the_index_of_all(tmp_path: Path) -> None:
+    """Every partition reads the index of every unit: as whole arrays, that grows with the square of the corpus."""
+    shuffle, partitions, units = Exact(), 100_000, 5
+    for unit in range(units):
+        (tmp_path / str(unit)).mkdir()
+        writer = KeyWriter(tmp_path / str(unit), shuffle.dtype, partitions)
+        records = np.zeros(3, shuffle.dtype)
+        records["id"] = unit
+        writer.add(np.array([7, 99_999, 7]), records)
+        writer.close()
+    folders = [tmp_path / str(unit) for unit in range(units)]
+    tracemalloc.start()
+    found = read_partition(folders, 7, shuffle.dtype)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found["id"].tolist() == [unit for unit in range(units) for _ in range(2)]
+    assert len(read_partition(folders, 8, shuffle.dtype)) == 0
+    assert most < 8 * partitions / 4
 
 
 def test_documents_that_hold_a_test_go(tmp_path: Path) -> None:
