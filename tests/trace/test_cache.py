@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import HANG_SECONDS
 from profile_files import distributed, kernel, span, text_of, write
 
 from shardwise.trace.reading import cache
@@ -55,6 +58,17 @@ def test_round_trip(kept: tuple[Path, Path]) -> None:
     assert equal(profile, found)
     assert equal(profile, open_profiles([path], folder).profiles[0])
     assert [entry.name for entry in folder.iterdir() if "." in entry.name] == [], "nothing half-written is left"
+
+
+def test_pandas_is_not_imported(tmp_path: Path) -> None:
+    """Where it is installed, that takes longer than reading a million events."""
+    path = write(tmp_path / "rank.json.gz", TEXT)
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom shardwise.trace.reading import cache, read\n"
+        "path, folder = map(Path, sys.argv[1:])\nread.open_profiles([path], folder)\n"
+        "assert cache.load(folder, path)\nassert 'pandas' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program, path, tmp_path / "cache"], check=True, timeout=HANG_SECONDS)
 
 
 def test_a_changed_file_is_read_again(kept: tuple[Path, Path]) -> None:

@@ -113,16 +113,24 @@ def load(folder: Path, path: Path) -> Profile | None:
         return None
 
 
-def _columns(part: Any) -> dict[str, Any]:
-    return {f.name: getattr(part, f.name) for f in fields(part) if isinstance(getattr(part, f.name), np.ndarray)}
+# Arrays go to Arrow and back as buffers: its own conversions import pandas where that is installed, for a second or more.
+
+
+def _columns(part: Any) -> dict[str, pa.Array]:
+    arrays = {f.name: getattr(part, f.name) for f in fields(part) if isinstance(getattr(part, f.name), np.ndarray)}
+    return {
+        name: pa.Array.from_buffers(pa.from_numpy_dtype(x.dtype), len(x), [None, pa.py_buffer(np.ascontiguousarray(x))])
+        for name, x in arrays.items()
+    }
 
 
 def _table(file: Path, stamped: bytes) -> pa.Table:
-    table = pq.read_table(file, memory_map=True, use_threads=False)
+    with pq.ParquetFile(file, memory_map=True) as opened:
+        table = opened.read(use_threads=False)
     if (table.schema.metadata or {}).get(_STAMP) != stamped:
         raise ValueError("stale")
     return table
 
 
 def _arrays(table: pa.Table) -> dict[str, Any]:
-    return {name: table.column(name).to_numpy() for name in table.column_names}
+    return {name: np.from_dlpack(table.column(name).combine_chunks()) for name in table.column_names}
