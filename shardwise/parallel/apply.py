@@ -32,8 +32,8 @@ from shardwise.parallel.expert import apply_expert
 from shardwise.parallel.local_parameter import LocalParameter, allocate_buffers, leaves, local_slice
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
-from shardwise.parallel.p2p import open_pairs
 from shardwise.parallel.pipeline import Pipeline, Stage, split_backward
+from shardwise.parallel.rendezvous import open_pairs
 from shardwise.parallel.shard import Sharder, sharded_modules, wrap_ddp
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.cost.stages import layers_of_stages

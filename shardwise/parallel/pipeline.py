@@ -33,7 +33,8 @@ from shardwise.parallel.fp8_all_gather import Scales
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.observer import Observers
-from shardwise.parallel.p2p import group_of, irecv, isend
+from shardwise.parallel.p2p import irecv, isend
+from shardwise.parallel.rendezvous import group_of
 from shardwise.parallel.shard import end_forward_passes, reduce_deferred_gradients
 from shardwise.schedules import PASSES, Action, Message, Schedule, message_of, transfers
 from shardwise.schedules.make import cached_schedule

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from shardwise.measure.dry import dry_rank
-from shardwise.parallel import p2p, pipeline
+from shardwise.parallel import pipeline, rendezvous
 from shardwise.parallel.activations import handover
 from shardwise.parallel.asynchronous import AsynchronousPipeline
 from shardwise.parallel.observer import Observers
-from shardwise.parallel.p2p import open_pairs
 from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.rendezvous import open_pairs
 from shardwise.run.axes import ASYNCHRONOUS
 from shardwise.schedules import SCHEDULES, Action, Schedule, legal, make_schedule, message_of
 
@@ -69,7 +69,7 @@ class Calls:
     def noted(self) -> Iterator[None]:
         """While it is open, messages are noted and not sent."""
         with ExitStack() as stack:
-            for module in (p2p, pipeline, handover):
+            for module in (rendezvous, pipeline, handover):
                 stack.enter_context(mock.patch.multiple(module, isend=self.call, irecv=self.call))
             yield
 
@@ -176,6 +176,6 @@ def test_a_pipeline_opens_its_pairs_before_its_first_step() -> None:
             found.append((group.group_desc, frozenset((rank, peer))))
             return mock.Mock()
 
-        with mock.patch.multiple(p2p, isend=note, irecv=note), dry_rank(run, rank):
+        with mock.patch.multiple(rendezvous, isend=note, irecv=note), dry_rank(run, rank):
             pass
         assert found == [("pipeline", {0, 1}), ("pipeline_back", {0, 1})]

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from shardwise.parallel.activations.saving import Recomputable
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.p2p import group_of, irecv, isend
+from shardwise.parallel.p2p import irecv, isend
+from shardwise.parallel.rendezvous import group_of
 from shardwise.schedules import Action, Schedule
 from shardwise.torch_private import is_fake, storage_key
 from shardwise.torch_private.fully_shard import gathered_tensors, local_shard, sharded_groups
