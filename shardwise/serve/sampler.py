@@ -182,7 +182,7 @@ class Sampler:
         one before them."""
         asked = [self.sampling[slot] for slot in numbers]
         if any(map(_penalizes, asked)) or any(each.logit_bias for each in asked):
-            logits = logits.clone() if logits.dtype == torch.float64 else logits.float()
+            logits = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
             logits = self._adjusted(logits, numbers, asked, behind)
         if masks is not None:
             token = torch.arange(self.vocab, device=self.device)

@@ -72,6 +72,19 @@ def test_penalties_and_biases_change_the_scores() -> None:
     torch.testing.assert_close(shares(sampling, prompt, made).double(), changed.softmax(0), rtol=0, atol=0.03)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_logprobs_are_the_models_own_beside_penalties(dtype: torch.dtype) -> None:
+    sampler = Sampler(1, len(LOGITS), torch.device("cpu"))
+    sampler.assign(0, Sampling(1.0, repetition_penalty=2.0, logit_bias={1: -5.0}, logprobs=6), 1, (0, 1, 2), (3, 4))
+    sampler.prepare()
+    logits, zero = LOGITS[None].to(dtype), torch.zeros(1, dtype=torch.int32)
+    picked = sampler.pick(logits, [0], zero, zero)
+    sampler.add_logprobs(picked, logits, [0])
+    assert picked.top is not None
+    found = torch.empty(1, 6).scatter(1, picked.top[0], picked.top[1].float())
+    torch.testing.assert_close(found, LOGITS[None].to(dtype).float().log_softmax(-1))
+
+
 def test_masks_forbid_tokens() -> None:
     masks = torch.tensor([[0b001101]], dtype=torch.int32)
     sampler = Sampler(1, len(LOGITS), torch.device("cpu"))
