@@ -125,7 +125,7 @@ class Reader:
 
     def _jsonl(self) -> Iterator[Part]:
         for line, place, consumed in self.each_line():
-            text = self._value(line, place) if not line.isspace() else None
+            text = self._value(line, place) if line.strip() else None
             if text is not None:
                 yield Part(text, consumed, place)
 

@@ -93,8 +93,8 @@ def _jsonl(file: File, chunk: Chunk, name: str, longest: int) -> Iterator[Row]:
                     if more.endswith(b"\n"):
                         break
                 yield Row(place, min(at - place, 2**32 - 1), wrong=_too_long(longest))
-            elif not line.isspace():
-                yield _value(line.removeprefix(BOM) if place == 0 else line, place, name)
+            elif (said := line.removeprefix(BOM) if place == 0 else line).strip():
+                yield _value(said, place, name)
 
 
 def _value(line: bytes, place: int, name: str) -> Row:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.data.build import build
 from shardwise.data.prepare.fates import Fates
 from shardwise.data.prepare.files import find_files, units_of
 from shardwise.data.prepare.prepare import prepare
@@ -98,6 +99,16 @@ def test_lines_that_are_no_documents(tmp_path: Path) -> None:
     for part, wrong in zip(parts, said[1:7], strict=True):
         assert part in wrong
     assert found[-1].text == "last"
+
+
+@pytest.mark.parametrize("text", ["", "\r\n"])
+def test_a_file_of_a_byte_order_mark_alone_is_empty(tmp_path: Path, text: str) -> None:
+    """As editors save an empty file."""
+    path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    path.write_text("\ufeff" + text, encoding="utf-8", newline="")
+    assert rows_of(path) == []
+    other.write_bytes(LINES)
+    assert build([path, other], tmp_path / "out", workers=1).index.documents == len(TEXTS)
 
 
 def test_a_line_too_long_is_passed_over(tmp_path: Path) -> None:
