@@ -22,6 +22,9 @@ from shardwise.model.layers import at_least_float32
 from shardwise.model.normal import GAMMA, mix64
 from shardwise.serve.request import Logprob, Sampling
 
+PENALIZED = {"cpu": 2**17, "cuda": 2**22}
+"""Logits that are penalized at once: as many as a cache of a CPU holds, and on a GPU as few as leave its memory for others."""
+
 
 @dataclass
 class Picked:
@@ -108,11 +111,14 @@ class Sampler:
         self.special: set[int] = set()
         """The slots whose parameters go beyond a temperature."""
         self.with_logprobs: set[int] = set()
-        self.floats = np.zeros((3, slots), np.float32)
-        self.integers = np.zeros((2, slots), np.int64)
+        self.biases: dict[int, np.ndarray] = {}
+        """By slot: the tokens of its logit biases, and the biases."""
+        self.floats, self.integers = np.zeros((7, slots), np.float32), np.zeros((2, slots), np.int64)
         self.changed = True
-        self.temperature, self.top_p, self.min_p = torch.zeros(3, slots, device=device).unbind()
-        self.seed, self.top_k = torch.zeros(2, slots, dtype=torch.int64, device=device).unbind()
+        self._floats = torch.zeros(7, slots, device=device)
+        self._integers = torch.zeros(2, slots, dtype=torch.int64, device=device)
+        self.temperature, self.top_p, self.min_p, *self.penalties = self._floats.unbind()
+        self.seed, self.top_k = self._integers.unbind()
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)
         self.generated: Tensor | None = None
         self.prompted: Tensor | None = None
@@ -128,9 +134,12 @@ class Sampler:
         special = _cuts(sampling) or _penalizes(sampling) or sampling.logit_bias
         (self.special.add if special else self.special.discard)(slot)
         (self.with_logprobs.discard if sampling.logprobs is None else self.with_logprobs.add)(slot)
-        self.floats[:, slot] = sampling.temperature, sampling.top_p, sampling.min_p
+        repetition = sampling.repetition_penalty
+        penalties = 1 / repetition, repetition, sampling.frequency_penalty, sampling.presence_penalty
+        self.floats[:, slot] = sampling.temperature, sampling.top_p, sampling.min_p, *penalties
         self.integers[:, slot] = seed, sampling.top_k
         self.changed = True
+        self.biases[slot] = np.asarray([*sampling.logit_bias.items()], np.float64).reshape(-1, 2).T
         if _penalizes(sampling):
             if self.generated is None or self.prompted is None:
                 shape = (len(self.sampling), self.vocab)
@@ -146,11 +155,8 @@ class Sampler:
     def prepare(self) -> None:
         """Copy changed parameters to the device."""
         if self.changed:
-            floats, integers = send(self.floats, self.device), send(self.integers, self.device)
-            for mine, new in zip((self.temperature, self.top_p, self.min_p), floats, strict=True):
-                mine.copy_(new)
-            for mine, new in zip((self.seed, self.top_k), integers, strict=True):
-                mine.copy_(new)
+            self._floats.copy_(send(self.floats, self.device))
+            self._integers.copy_(send(self.integers, self.device))
             self.changed = False
 
     def is_plain(self, slots: Sequence[int]) -> bool:
@@ -181,14 +187,12 @@ class Sampler:
         `masks` are the bits of the allowed tokens. `behind`: the drafts before each row; a slot has one row for each draft, and
         one before them."""
         asked = [self.sampling[slot] for slot in numbers]
-        if any(map(_penalizes, asked)) or any(each.logit_bias for each in asked):
-            logits = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
-            logits = self._adjusted(logits, numbers, asked, behind)
+        which = slots.long()
+        logits = self.adjusted(logits, numbers, which, behind)
         if masks is not None:
             token = torch.arange(self.vocab, device=self.device)
             logits = logits.masked_fill(((masks[:, token // 32] >> (token % 32)) & 1) == 0, float("-inf"))
         cuts = any(map(_cuts, asked))
-        which = slots.long()
         settings = (self.temperature[which], self.top_k[which], self.top_p[which], self.min_p[which])
         if self.picking is not None:
             from shardwise.model.kernels.sample import find_threshold, pick
@@ -226,27 +230,53 @@ class Sampler:
     def _by_row(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         return by_row(function, *(x[None] for x in tensors))[0] if self.invariant else function(*tensors)
 
-    def _adjusted(
-        self, logits: Tensor, slots: Sequence[int], asked: list[Sampling], behind: Sequence[Sequence[int]]
+    def adjusted(
+        self, logits: Tensor, numbers: Sequence[int], which: Tensor, behind: Sequence[Sequence[int]] = ()
     ) -> Tensor:
-        """Apply penalties and logit biases, in place."""
-        for row, (slot, each) in enumerate(zip(slots, asked, strict=True)):
-            if _penalizes(each) and self.generated is not None and self.prompted is not None:
-                counts = self.generated[slot]
-                if behind and behind[row]:
-                    told = torch.tensor(behind[row], device=self.device)
-                    counts = counts.index_put((told,), torch.ones_like(told, dtype=torch.int32), accumulate=True)
-                if each.repetition_penalty != 1:
-                    known = self.prompted[slot] | (counts > 0)
-                    factor = torch.where(logits[row] > 0, 1 / each.repetition_penalty, each.repetition_penalty)
-                    logits[row] = torch.where(known, logits[row] * factor, logits[row])
-                logits[row] -= each.frequency_penalty * counts + each.presence_penalty * (counts > 0)
-            if each.logit_bias:
-                tokens = torch.tensor(list(each.logit_bias), device=self.device)
-                logits[row, tokens] += torch.tensor(
-                    list(each.logit_bias.values()), dtype=logits.dtype, device=self.device
-                )
+        """A copy with the penalties and logit biases of each row's slot; the logits themselves if there are none."""
+        asked = [self.sampling[slot] for slot in numbers]
+        penalized = [row for row, each in enumerate(asked) if _penalizes(each)]
+        biased = [row for row, each in enumerate(asked) if each.logit_bias]
+        if penalized or biased:
+            logits = logits.clone() if logits.dtype in (torch.float32, torch.float64) else logits.float()
+            self._penalize(logits, which, penalized, asked, behind)
+            self._bias(logits, numbers, biased)
         return logits
+
+    def _penalize(
+        self, logits: Tensor, which: Tensor, rows: Sequence[int], asked: list[Sampling], behind: Sequence[Sequence[int]]
+    ) -> None:
+        """Apply the penalties of these rows, in place; of some at a time, since each copy has their size."""
+        generated, prompted = self.generated, self.prompted
+        at_once = max(1, PENALIZED[self.device.type] // self.vocab)
+        if generated is None or prompted is None:  # nobody has had a penalty yet
+            return
+        for first in range(0, len(rows), at_once):
+            some = rows[first : first + at_once]
+            everyone = some[-1] - some[0] < len(some)
+            place = slice(some[0], some[-1] + 1) if everyone else send(np.asarray(some), self.device)
+            slots, scores = which[place], logits[place]
+            inverse, repetition, frequency, presence = (each[slots, None] for each in self.penalties)
+            counts = generated[slots]
+            drafts = [(n, token) for n, row in enumerate(some) for token in (behind[row] if behind else ())]
+            if drafts:
+                at = send(np.asarray(drafts).T, self.device)
+                counts.index_put_((at[0], at[1]), torch.ones_like(at[0], dtype=torch.int32), accumulate=True)
+            made = counts > 0
+            if any(asked[row].repetition_penalty != 1 for row in some):
+                known = prompted[slots].logical_or_(made)
+                scores *= torch.where(scores > 0, inverse, repetition).masked_fill_(~known, 1.0)
+            scores -= counts.float().mul_(frequency).add_(made.float().mul_(presence))
+            logits[place] = scores
+
+    def _bias(self, logits: Tensor, slots: Sequence[int], rows: Sequence[int]) -> None:
+        """Add the logit biases of these rows, in place."""
+        if rows:
+            found = [self.biases[slots[row]] for row in rows]
+            tokens, values = np.concatenate(found, axis=1)
+            lengths = [each.shape[1] for each in found]
+            at = send(np.stack((np.repeat(rows, lengths), tokens.astype(np.int64))), self.device)
+            logits[at[0], at[1]] += send(values, self.device).to(logits.dtype)
 
 
 def _counting(tokens: Tensor, behind: Sequence[Sequence[int]]) -> Tensor:

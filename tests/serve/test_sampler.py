@@ -3,7 +3,9 @@ same, in Triton's interpreter."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from interpreted_kernels import Interpreter
 from torch import Tensor
 
 from shardwise.serve.request import Sampling
-from shardwise.serve.sampler import Sampler, gumbel, thresholds, words_of
+from shardwise.serve.sampler import PENALIZED, Sampler, gumbel, thresholds, words_of
+from shardwise.torch_private import TorchDispatchMode
 
 LOGITS = torch.tensor([0.1, 2.0, 1.0, -1.0, 1.5, 1.0], dtype=torch.float64)
 DRAWS = 6000
@@ -70,6 +73,77 @@ def test_penalties_and_biases_change_the_scores() -> None:
     changed[5] += 1.25
     sampling = Sampling(1.0, presence_penalty=0.3, frequency_penalty=0.4, repetition_penalty=1.5, logit_bias={5: 1.25})
     torch.testing.assert_close(shares(sampling, prompt, made).double(), changed.softmax(0), rtol=0, atol=0.03)
+
+
+def penalized_sampler(rows: int, vocab: int, everyone: bool) -> Sampler:
+    """Slots from 1 on, most of which have penalties, or all, and some biases."""
+    draw = random.Random(rows)
+    sampler = Sampler(rows + 1, vocab, torch.device("cpu"))
+    for slot in range(1, rows + 1):
+        more: dict[str, Any] = {}
+        if everyone or draw.random() < 0.6:
+            more = dict(presence_penalty=draw.uniform(-2, 2), frequency_penalty=draw.uniform(-2, 2))
+        if more and draw.random() < 0.8:
+            more["repetition_penalty"] = draw.uniform(0.5, 2)
+        if draw.random() < 0.3:
+            more["logit_bias"] = {draw.randrange(vocab): draw.uniform(-100, 100) for _ in range(20)}
+        prompt, made = ([draw.randrange(vocab) for _ in range(30)] for _ in range(2))
+        sampler.assign(slot, Sampling(0.8, **more), slot, prompt, made)
+    sampler.prepare()
+    return sampler
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("at_once", [2**17, 1000])
+@pytest.mark.parametrize("everyone", [False, True])
+def test_rows_are_penalized_together_as_each_alone(
+    dtype: torch.dtype, at_once: int, everyone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PENALIZED, "cpu", at_once)
+    draw, vocab = random.Random(1), 300
+    sampler = penalized_sampler(20, vocab, everyone)
+    numbers, behind = [], []
+    for slot in range(1, 21):  # some verify drafts
+        drafts = [draw.randrange(vocab) for _ in range(draw.choice([0, 0, 3]))]
+        numbers += [slot] * (len(drafts) + 1)
+        behind += [drafts[:n] for n in range(len(drafts) + 1)]
+    logits = (torch.randn(len(numbers), vocab, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    logits[0, 5], logits[1, 6] = float("-inf"), 0.0
+    found = sampler.adjusted(logits, numbers, torch.tensor(numbers), behind)
+    assert sampler.generated is not None
+    assert sampler.prompted is not None
+    for row, slot in enumerate(numbers):
+        wanted, asked = logits[row].to(found.dtype), sampler.sampling[slot]
+        counts = sampler.generated[slot] + torch.tensor(behind[row], dtype=torch.int64).bincount(minlength=vocab)
+        if asked.repetition_penalty != 1:
+            known = sampler.prompted[slot] | (counts > 0)
+            factor = torch.where(wanted > 0, 1 / asked.repetition_penalty, asked.repetition_penalty)
+            wanted = torch.where(known, wanted * factor, wanted)
+        if asked.frequency_penalty:
+            wanted = wanted - (asked.frequency_penalty * counts + asked.presence_penalty * (counts > 0))
+        for token, bias in asked.logit_bias.items():
+            wanted[token] += torch.tensor(bias, dtype=found.dtype)
+        assert torch.equal(found[row], wanted)
+
+
+class OperatorCounter(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_penalties_of_many_rows_take_as_many_operations_as_of_two() -> None:
+    counts = []
+    for rows in (2, 50):
+        sampler, numbers = penalized_sampler(rows, 300, True), list(range(1, rows + 1))
+        for slot in numbers:
+            sampler.assign(slot, Sampling(1.0, repetition_penalty=1.1, logit_bias={1: 2.0}), 1, (1,), (2,))
+        with OperatorCounter() as counter:
+            sampler.adjusted(torch.randn(rows, 300), numbers, torch.tensor(numbers))
+        counts.append(counter.count)
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
