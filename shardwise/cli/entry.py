@@ -50,8 +50,7 @@ def entry() -> NoReturn:
         ignore_signals()
     if sys.argv[1:2] in (["plan"], ["serve"]):
         # Freeing a search's records one by one takes a seventh of its time, and a plan has nothing else to clean up.
-        # At the end of a server, Triton's bindings would list every object of theirs that is still alive.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        # At the end of a server, Triton's bindings would list every object of theirs that is still alive. All output is written:
+        # `main` flushes stdout, and stderr is flushed with each line.
         os._exit(code)
     sys.exit(code)

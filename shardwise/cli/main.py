@@ -154,10 +154,23 @@ def _memory(error: Exception) -> str | None:
     return f"memory is full{amount}; `shardwise plan` shows what a run needs and which layouts fit"
 
 
+def _end_output() -> None:
+    """Write what stdout still holds. Where that cannot be written it is dropped: Python would complain once more when it flushes at
+    exit."""
+    try:
+        if sys.stdout is not None:  # as after `>&-`
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run one command; print mistakes as sentences and return the exit code: 0 for success, 2 for a user's mistake."""
     try:
-        return run_command(arguments)
+        code = run_command(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a full disk is a mistake here, and not at exit
+        return code
     except UserError as e:
         for problem in e.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -168,9 +181,7 @@ def main(arguments: Sequence[str]) -> int:
             raise
         print(f"error: {message}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        # The reader of our output closed the pipe. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output closed the pipe
         return 0
     except UnicodeEncodeError as e:
         print(f"error: {e.object[e.start : e.end]!a} cannot be encoded as {e.encoding}", file=sys.stderr)
@@ -189,3 +200,5 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    finally:
+        _end_output()
