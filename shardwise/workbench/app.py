@@ -29,7 +29,7 @@ from shardwise.workbench.answer import Planned, answer
 from shardwise.workbench.aside import KINDS, Aside
 from shardwise.workbench.page import offline_page, watch_page, workbench_page
 from shardwise.workbench.question import Base, Keys, base_of, changes_of, problems_of
-from shardwise.workbench.watch import Watch
+from shardwise.workbench.watch import Stamp, Watch, stamp_of
 
 REMEMBERED = 256
 """Answers that are cached: a slider moves back as often as forth."""
@@ -83,7 +83,7 @@ class Workbench:
 
 def make_app(bench: Workbench | None, watch: Watch | None = None) -> Starlette:
     """The application: a workbench, watched runs, or both. A question may name the watched run that it is about."""
-    benches: dict[str, Workbench] = {}
+    benches: dict[str, tuple[Stamp | None, Workbench]] = {}
     asides: dict[str, Aside] = {}
 
     def bench_of(content: Any) -> Workbench:
@@ -93,9 +93,10 @@ def make_app(bench: Workbench | None, watch: Watch | None = None) -> Starlette:
                 raise UserError("name the run to plan")
             return bench
         file = watch.run_file(name)
-        if name not in benches:
-            benches[name] = Workbench(base_of(str(file), []))
-        return benches[name]
+        stamp = stamp_of(file)
+        if name not in benches or benches[name][0] != stamp:
+            benches[name] = stamp, Workbench(base_of(str(file), []))
+        return benches[name][1]
 
     async def page(request: Request) -> Response:
         name = request.query_params.get("run")

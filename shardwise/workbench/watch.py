@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ RESCAN = 3.0
 PATIENCE = 0.25
 """Seconds that one question may spend reading files that are not read to their ends yet."""
 
+Stamp = tuple[int, int, int]
+"""Size, time of the last change, and inode of a file."""
+
 
 class Watch:
     """The runs in a folder."""
@@ -35,7 +39,7 @@ class Watch:
             )
         self.folder = folder.resolve()
         self.runs: dict[str, FollowedRun] = {}
-        self._planned: dict[str, dict[str, Any] | None] = {}
+        self._planned: dict[str, tuple[Stamp | None, dict[str, Any] | None]] = {}
         self._scanned = -math.inf
         self._lock = Lock()
 
@@ -86,24 +90,39 @@ class Watch:
         return self.runs[name].folder / RUN_FILE
 
     def planned(self, run: FollowedRun) -> dict[str, Any] | None:
-        """The planned speed and memory of a run; None if its run file cannot be planned."""
-        if run.name not in self._planned:
-            try:
-                found = plan(read_planned(run.folder / RUN_FILE).run)
-            except (UserError, ValueError, KeyError, OSError):
-                self._planned[run.name] = None
-            else:
-                account, seconds = found.account, found.account.step_seconds
-                ratio = (found.low / seconds, found.high / seconds)
-                self._planned[run.name] = {
-                    "seconds": [seconds, found.low, found.high],
-                    "tokens_per_s": [account.tokens_per_second, *(account.tokens_per_second / r for r in ratio[::-1])],
-                    "mfu": [found.mfu, *(found.mfu / r for r in ratio[::-1])],
-                    "memory_gib": [account.memory.peak / 2**30],
-                    "steps": found.run.train.steps,
-                    "chip": found.job.cluster.chip.name,
-                }
-        return self._planned[run.name]
+        """The planned speed and memory of a run; None if its run file cannot be planned, or is not there yet."""
+        file = run.folder / RUN_FILE
+        stamp = stamp_of(file)
+        if run.name not in self._planned or self._planned[run.name][0] != stamp:
+            self._planned[run.name] = stamp, _figures(file)
+        return self._planned[run.name][1]
+
+
+def stamp_of(file: Path) -> Stamp | None:
+    """What changes when a file is written anew: a run's own is written after its first events, and again when it resumes."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def _figures(file: Path) -> dict[str, Any] | None:
+    """The planned figures of a run file; None if it cannot be planned."""
+    try:
+        found = plan(read_planned(file).run)
+    except (UserError, ValueError, KeyError, OSError):
+        return None
+    account, seconds = found.account, found.account.step_seconds
+    ratio = (found.low / seconds, found.high / seconds)
+    return {
+        "seconds": [seconds, found.low, found.high],
+        "tokens_per_s": [account.tokens_per_second, *(account.tokens_per_second / r for r in ratio[::-1])],
+        "mfu": [found.mfu, *(found.mfu / r for r in ratio[::-1])],
+        "memory_gib": [account.memory.peak / 2**30],
+        "steps": found.run.train.steps,
+        "chip": found.job.cluster.chip.name,
+    }
 
 
 @dataclass(frozen=True)

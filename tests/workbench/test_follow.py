@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -11,9 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.types import ASGIApp, Message
 
+from shardwise.cli.main import main
 from shardwise.train.faults.goodput import goodput, read_events
 from shardwise.train.progress.metrics import read_metrics
+from shardwise.workbench.app import make_app
 from shardwise.workbench.columns import BLOCK, Series
 from shardwise.workbench.follow import FollowedRun, run_folders
 from shardwise.workbench.watch import Asked, Watch
@@ -160,6 +164,42 @@ def test_a_watch_answers_what_is_new(tmp_path: Path) -> None:
         file.write(line(step=2, loss=4.0))
     assert watch.answer({"seen": first["versions"]})["series"]["one"]["loss"] == ([1.0, 2.0], [5.0, 4.0])
     assert watch.answer({"metrics": ["tokens_per_s"]})["series"]["one"].keys() == {"tokens_per_s"}
+
+
+def posted(app: ASGIApp, path: str, content: Any) -> Any:
+    """The JSON that a page's question is answered with, without a server."""
+    sent: list[bytes] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": json.dumps(content).encode()}
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+    asyncio.run(app(scope, receive, send))
+    return json.loads(b"".join(sent))
+
+
+def test_a_run_file_is_planned_as_it_is_now(tmp_path: Path) -> None:
+    """A run's first event comes before its run file, which is written anew when it resumes with other keys."""
+    folder, text = tmp_path / "one", '[cluster]\nchip = "h100"\n[train]\nsteps = {}\n'
+    folder.mkdir()
+    (folder / "events.jsonl").write_text(line(time=1e9, what="begin"))
+    watch = Watch(tmp_path)
+    app = make_app(None, watch)
+    assert watch.answer({})["planned"] == {"one": None}
+    for steps in (100, 2000):
+        (folder / "run.toml").write_text(text.format(steps))
+        assert watch.answer({})["planned"]["one"]["steps"] == steps
+        assert posted(app, "/api/plan", {"run": "one"})["plan"]["run"]["train"]["steps"] == steps
+
+
+def test_a_folder_of_runs_takes_no_keys_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").touch()
+    assert main(["workbench", str(tmp_path), "--layout.tensor=2", "--no-open"]) == 2
+    assert capsys.readouterr().err.startswith("error: --layout.tensor changes one run")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import gc
 from pathlib import Path
 
 from shardwise.cli.machinery.options import at_least, new_file, write_file
+from shardwise.run.problems import UserError
 
 HELP = """Open a page on this machine where you change model, cluster, layout, batch and objective, and see memory, timeline,
 traffic and cost at once. Without a run it starts with a 70B model. When it is ready it prints its address; anyone who has the
@@ -37,6 +38,9 @@ def execute(args: argparse.Namespace) -> int:
     if args.run and not args.export and Path(args.run).is_dir():
         from shardwise.workbench.watch import Watch
 
+        if args.overrides:
+            key = args.overrides[0].partition("=")[0]
+            raise UserError(f"--{key} changes one run, and {args.run} is a folder of runs; name the run's file")
         serve_page(make_app(None, Watch(Path(args.run))), "workbench", args.port, not args.no_open)
         return 0
     base = with_layout(base_of(args.run, args.overrides))
