@@ -29,6 +29,7 @@ SIZES = {
     "attention": ("batch", "heads", "queries", "keys", "head_dim"),
     "decode": ("sequences", "keys", *LAYER),
     "prompt": ("prompts", "tokens", "keys", *LAYER),
+    "mixed": ("sequences", "keys", "prompts", "tokens", *LAYER),
     "pick": ("rows", "hidden", "vocab"),
 }
 LABELS = {
@@ -40,6 +41,7 @@ LABELS = {
     "attention": ("kernel", "direction", "dtype", "causal"),
     "decode": ("weights",),
     "prompt": ("weights",),
+    "mixed": ("weights",),
     "pick": ("weights",),
 }
 VERSION = 2
@@ -59,10 +61,11 @@ class Profile:
     collective: tuple[dict[str, Any], ...] = ()
     attention: tuple[dict[str, Any], ...] = ()
     # Of the serving engine: seconds of a layer in a decode step, with `keys` keys per sequence; seconds of a layer in a
-    # prefill step, with `tokens` tokens per prompt and `keys` keys including earlier ones; and seconds from the last
-    # layer to the sampled tokens.
+    # prefill step, with `tokens` tokens per prompt and `keys` keys including earlier ones; seconds of a layer in a step with
+    # both; and seconds from the last layer to the sampled tokens.
     decode: tuple[dict[str, Any], ...] = ()
     prompt: tuple[dict[str, Any], ...] = ()
+    mixed: tuple[dict[str, Any], ...] = ()
     pick: tuple[dict[str, Any], ...] = ()
     machine: str = ""  # the name its maker or driver uses
     chip: str = ""  # its name in the catalogue

@@ -65,25 +65,25 @@ def test_facts_are_measured_and_planned_with(tmp_path: Path) -> None:
     shape = CPU.shapes[1]
     grid = replace(
         CPU, shapes=(shape,), layers=2, sequences=(1, 4), keys=(16, 64), together=(64,), alone=(16, 64), after=((16, 48),),
-        most_tokens=512, check=((32, 64, 2, 1, 16), 2, 256), check_input="U(5,20)", check_output="U(2,4)", check_gib=0.01, many=8,
-        steps=2,
+        mixed=((2, 16, 1, 16),), most_tokens=512, check=((32, 64, 2, 1, 16), 2, 256), check_input="U(5,20)",
+        check_output="U(2,4)", check_gib=0.01, many=8, steps=2,
     )  # fmt: skip
     profile = measure_serving(torch.device("cpu"), 0.0, grid=grid)
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(dump_profile(profile)))
     read = load_profile(path)
     assert read == profile
-    assert (len(read.decode), len(read.prompt), len(read.pick)) == (4, 4, 2)
-    assert all(point["seconds"] > 0 for point in (*read.decode, *read.prompt, *read.pick))
+    assert (len(read.decode), len(read.prompt), len(read.mixed), len(read.pick)) == (4, 4, 1, 2)
+    assert all(point["seconds"] > 0 for point in (*read.decode, *read.prompt, *read.mixed, *read.pick))
     assert min(read.serve_step, read.serve_mixed, read.serve_error) > 0
-    assert len(tables(read)) == 2
+    assert len(tables(read)) == 3
     run = tmp_path / "run.toml"
     run.write_text(RUN)
     slow = tmp_path / "slow.json"
     slow.write_text(json.dumps(dump_profile(replace(profile, serve_step=1.0, serve_mixed=1.0))))
     plans = [plan_serving(read_run(run, [f"cluster.profile={each}"])) for each in (path, slow)]
     assert all(plan.facts.own for plan in plans)
-    assert plans[1].figures.seconds > plans[0].figures.seconds + 0.99 * plans[1].played[0].steps
+    assert plans[1].figures.seconds > plans[0].figures.seconds + 0.99 * plans[1].simulated[0].steps
 
 
 def test_facts_of_the_package_can_be_read() -> None:

@@ -181,9 +181,8 @@ def test_a_step_of_measured_sizes_takes_what_was_measured() -> None:
         [prompt] = [p["seconds"] for p in points.prompt if wanted.items() <= p.items()]
         pick = next(p["seconds"] for p in points.pick if (p["hidden"], p["rows"]) == (4096, prompts))
         found = times.of(0, 0, [(0, tokens)] * prompts, prompts).device
-        assert (
-            31.1 * prompt + pick < found < 32 * prompt + pick
-        )  # the last layer is whole only where tokens are sampled
+        # The last layer is whole only where tokens are sampled; what lengths of prompts cost is fitted to all of them.
+        assert 0.99 * (31.1 * prompt + pick) < found < 1.01 * (32 * prompt + pick)
 
 
 def test_times_grow_with_what_a_step_does() -> None:

@@ -306,6 +306,11 @@ def _serving_tables(profile: Profile) -> list[Table]:
         made.append(_table(f"A token each, {name}", ("sequences", *(f"{k} keys" for k in keys)), rows))
         each = [(str(p["prompts"]), str(p["tokens"]), str(p["keys"]), words.seconds(p["seconds"])) for p in prompt]
         made.append(_table(f"Prompts, {name}", ("prompts", "tokens", "keys", "layer"), each))
+        sizes = ("sequences", "keys", "prompts", "tokens")
+        both = [p for p in profile.mixed if tuple(p[name] for name in LAYER) == shape]
+        rows = [(*(str(p[size]) for size in sizes), words.seconds(p["seconds"])) for p in both]
+        if rows:
+            made.append(_table(f"A token each beside prompts, {name}", (*sizes, "layer"), rows))
     return made
 
 

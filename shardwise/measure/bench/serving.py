@@ -52,6 +52,8 @@ class Grid:
     """Tokens of a step with one prompt."""
     after: tuple[tuple[int, int], ...]
     """Tokens of a prompt's chunk, and the number of its tokens already in the KV cache."""
+    mixed: tuple[tuple[int, int, int, int], ...]
+    """Decoding sequences with so many keys each beside prompts of so many tokens: (sequences, keys, prompts, tokens)."""
     most_tokens: int
     """In the KV cache, over all sequences."""
     page_tokens: int
@@ -77,13 +79,15 @@ GPU = Grid(
     (((4096, 14336, 32, 8, 128), 128256), ((2048, 8192, 32, 8, 64), 128256), ((8192, 28672, 64, 8, 128), 128256),
      ((1024, 3072, 16, 8, 128), 32768)),
     4, (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (FEW, 512, 2048, 8192), (128, 512, 2048, 8192),
-    (16, 32, 128, 512, 1024, 2048, 4096, 8192), ((512, 2048), (2048, 6144)), 2**20, 64, 64,
+    (16, 32, 128, 512, 1024, 2048, 4096, 8192), ((512, 2048), (2048, 6144)),
+    ((32, 512, 15, 512), (128, 512, 15, 512), (128, 2048, 3, 2048)), 2**20, 64, 64,
     ((3072, 8192, 24, 8, 128), 28, 128256), "U(50,600)", "U(20,120)", 8.0, 240,  # the shape of Llama 3.2 3B
     ("fp8", "int4", "int8"),
 )  # fmt: skip
 CPU = Grid(
     (((256, 768, 8, 4, 32), 4096), ((64, 128, 4, 2, 16), 256), ((512, 1536, 8, 4, 64), 4096)),
-    3, (1, 4, 16, 64), (FEW, 128, 512), (64, 256, 1024), (16, 64, 256, 1024), ((64, 448), (256, 256)), 2**15, 16, 16,
+    3, (1, 4, 16, 64), (FEW, 128, 512), (64, 256, 1024), (16, 64, 256, 1024), ((64, 448), (256, 256)),
+    ((4, 512, 1, 256), (16, 512, 4, 64)), 2**15, 16, 16,
     ((128, 384, 4, 2, 32), 4, 512), "U(5,120)", "U(2,30)", 0.25, 60, (), 64, (16, 256), 12,
 )  # fmt: skip
 
@@ -120,15 +124,25 @@ class Steps:
     def decode(self, sequences: int, keys: int) -> float:
         """Seconds of a decode step of `sequences` sequences with `keys` keys each."""
         self._pages(sequences, keys)
-        rows = [Row(slot, keys - 1, None, 1, 1) for slot in range(1, sequences + 1)]
-        return self._seconds(rows)
+        return self._seconds(self._decoding(sequences, keys))
 
     def prompts(self, prompts: int, tokens: int, before: int = 0) -> float:
         """Seconds of a prefill step of `prompts` prompts."""
         self._pages(prompts, before + tokens)
+        return self._seconds(self._prompting(1, prompts, tokens, before))
+
+    def mixed(self, sequences: int, keys: int, prompts: int, tokens: int) -> float:
+        """Seconds of a step of both."""
+        self._pages(sequences + prompts, max(keys, tokens))
+        return self._seconds(self._decoding(sequences, keys) + self._prompting(sequences + 1, prompts, tokens, 0))
+
+    def _decoding(self, sequences: int, keys: int) -> list[Row]:
+        return [Row(slot, keys - 1, None, 1, 1) for slot in range(1, sequences + 1)]
+
+    def _prompting(self, first: int, prompts: int, tokens: int, before: int) -> list[Row]:
         # Identical prompts would draw less power, and so take less time.
         made = torch.randint(self.vocab, (prompts, tokens), generator=torch.Generator().manual_seed(0)).tolist()
-        return self._seconds([Row(slot + 1, before, each, tokens, 1) for slot, each in enumerate(made)])
+        return [Row(first + n, before, each, tokens, 1) for n, each in enumerate(made)]
 
     def _pages(self, sequences: int, tokens: int) -> None:
         """Assign scattered pages to the sequences."""
@@ -223,6 +237,10 @@ def shape_points(
         alone, together = one.prompts(count, tokens, before), many.prompts(count, tokens, before)
         seconds = max(together - alone, 0.02 * together) / (grid.layers - 1)
         yield "prompt", named | dict(prompts=count, tokens=tokens, keys=before + tokens, seconds=seconds)
+    for sequences, keys, count, tokens in grid.mixed:
+        alone, together = (steps.mixed(sequences, keys, count, tokens) for steps in (one, many))
+        seconds = max(together - alone, 0.02 * together) / (grid.layers - 1)
+        yield "mixed", named | dict(sequences=sequences, keys=keys, prompts=count, tokens=tokens, seconds=seconds)
 
 
 TINY: Shape = (128, 256, 4, 2, 32)
@@ -318,7 +336,7 @@ def measure_serving(
     torch.manual_seed(0)
     ends = time.perf_counter() + seconds
     grid, gpu = grid or (CPU if device.type == "cpu" else GPU), device.type == "cuda"
-    found: dict[str, list[Point]] = {"decode": [], "prompt": [], "pick": []}
+    found: dict[str, list[Point]] = {"decode": [], "prompt": [], "mixed": [], "pick": []}
     watch = DeviceWatch(device)
     if gpu:
         progress("attention", 0.0)

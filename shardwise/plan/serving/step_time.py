@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from math import floor, log2
+from math import floor, log2, sqrt
 
 from shardwise.hardware import Cluster, collective_seconds, make_cluster
 from shardwise.hardware.efficiency import memory_seconds
 from shardwise.hardware.engine_facts import EngineFacts, engine_facts
 from shardwise.plan.cost.flops import multiplied
 from shardwise.plan.serving.cost import Serving, Shape, layer_cost, weight_gemm_seconds
-from shardwise.plan.serving.curves import Curves
+from shardwise.plan.serving.curves import TOUCH, Curves
 from shardwise.plan.serving.engines import FORMATS, OURS, STORED, stored_format
 from shardwise.plan.serving.inference import constants_of, fitted_inference
 from shardwise.plan.serving.pool import kv_dtype
@@ -33,8 +33,6 @@ FEW = 512
 """Up to this many tokens a step mostly reads weights, as decode does."""
 TILE = 64
 """Queries per tile of attention: fewer take as long."""
-TOUCH = 16.0
-"""So few keys that attention takes hardly any time."""
 COMPUTED = ("read", "matmul", "elementwise", "experts", "grouped")
 
 
@@ -101,15 +99,19 @@ class StepTime:
         single = [before for before, count in chunks if count == 1]
         attending, attended = decodes + len(single), keys + sum(single) + len(single)
         chunks = [each for each in chunks if each[1] > 1]
-        device = self._factor("prompt", tokens, each) * (
-            self._whole * self._linear(tokens) + sum(self._prompt(count) for _, count in chunks)
-        )
+        factor, added = self._curves.prompt(self._shape)
+        device = self._whole * self._linear(tokens)
+        if chunks:
+            # As long as that many prompts of one length with as many pairs of queries and keys.
+            equal = sqrt(sum(count * count for _, count in chunks) / len(chunks))
+            device += factor * self._prompt(len(chunks), equal) + added * layers * len(chunks)
         if any(before for before, _ in chunks):
             sizes = [(before, max(count, TILE)) for before, count in chunks]
-            behind = sum(2 * before / count * self._prompt(count) for before, count in sizes)
-            device += self._factor("after", each, 0.0) * behind
+            behind = sum(2 * before / count * self._prompt(1, count) for before, count in sizes)
+            device += self._after(each) * behind
         if attending:
-            device += max(0.0, self._decode(attending, attended / attending) - self._decode(attending, TOUCH))
+            attention = self._decode(attending, attended / attending) - self._decode(attending, TOUCH)
+            device += self._curves.mixed(self._shape) * max(0.0, attention)
         device += self._pick(sampled) + self._exchange(tokens)
         before = facts.serve_mixed + decodes * facts.serve_sequence + new * facts.serve_token
         return Spent(before, layers * facts.serve_layer, device)
@@ -163,13 +165,9 @@ class StepTime:
         share = (max(second, 1.0) - low) / (high - low)
         return found[0] + share * (found[1] - found[0])
 
-    def _factor(self, kind: str, tokens: float, each: float) -> float:
-        place = (kind, float(round(log2(max(tokens, 1.0)) * GRID)), float(round(log2(max(each, 1.0)) * GRID)))
-        if place not in self._kept:
-            sizes = [2.0 ** (at / GRID) for at in place[1:]]
-            curves, shape = self._curves, self._shape
-            self._kept[place] = curves.prompt(shape, *sizes) if kind == "prompt" else curves.after(shape, sizes[0])
-        return self._kept[place]
+    def _after(self, each: float) -> float:
+        make = lambda size: self._curves.after(self._shape, size)  # noqa: E731
+        return self._kept_at("after", 0.0, each, make)
 
     def _decode(self, sequences: float, keys: float) -> float:
         """All layers of a decode step, one token per sequence."""
@@ -182,14 +180,20 @@ class StepTime:
         return self._kept_at("decode", sequences, keys, make)
 
     def _linear(self, tokens: float) -> float:
-        """A prefill step without its attention, by the cost model."""
-        return self._kept_at("linear", 0.0, tokens, lambda size: _seconds(self.serving, _rows(size), False))
+        """A prefill step without its attention."""
 
-    def _prompt(self, count: float) -> float:
-        """Attention of a prompt to itself, by the cost model."""
-        return self._kept_at(
-            "attention", 0.0, count, lambda size: _seconds(self.serving, Shape(1, size, size, False), True)
-        )
+        def make(size: float) -> float:
+            return self._curves.linear(self._shape, size) * _seconds(self.serving, _rows(size), False)
+
+        return self._kept_at("linear", 0.0, tokens, make)
+
+    def _prompt(self, prompts: int, count: float) -> float:
+        """Attention of prompts of `count` tokens to themselves, by the cost model."""
+
+        def make(size: float) -> float:
+            return _seconds(self.serving, Shape(prompts, size, size, False), True)
+
+        return self._kept_at("attention", prompts, count, make)
 
     def _pick(self, rows: float) -> float:
         """The head and the sampling."""
@@ -239,18 +243,16 @@ def curves_of(facts: EngineFacts, weights: str) -> Curves:
         form = stored_format(model, weights, dtype)
         return Serving(model, cluster, OURS, form, form, DTYPE_BYTES[dtype])
 
-    def attention(shape: tuple[float, ...], tokens: float) -> float:
-        return _seconds(layer(shape), Shape(1, tokens, tokens, False), True)
-
-    def prompt(shape: tuple[float, ...], prompts: float, tokens: float) -> float:
-        return _seconds(layer(shape), _rows(prompts * tokens), False) + prompts * attention(shape, tokens)
+    def attention(shape: tuple[float, ...], prompts: float, tokens: float) -> float:
+        return _seconds(layer(shape), Shape(prompts, tokens, tokens, False), True)
 
     return Curves(
         facts,
         weights,
         lambda shape, sequences, keys: modelled_decode(layer(shape), sequences, keys),
-        prompt,
-        lambda shape, tokens, before: 2 * before / tokens * attention(shape, tokens),
+        lambda shape, tokens: _seconds(layer(shape), _rows(tokens), False),
+        attention,
+        lambda shape, tokens, before: 2 * before / tokens * attention(shape, 1, tokens),
         lambda hidden, vocab, rows: modelled_pick(layer((hidden, 4 * hidden, 1, 1, hidden)), vocab, rows),
     )
 
