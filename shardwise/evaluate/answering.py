@@ -198,6 +198,8 @@ def _up_to(text: str, stops: Sequence[str]) -> str:
 
 def engine_answerer(folder: Path, run: Run, longest: int = 0) -> EngineAnswerer:
     """An engine for a checkpoint's folder; the maximum sequence length is `longest`, or the model's positions if that is 0."""
+    if run.model.position == "learned" and longest > run.model.max_positions:
+        raise UserError(f"a sequence of {longest} tokens exceeds the model's {run.model.max_positions} positions")
     tokenizer = load_tokenizer(folder)
     longest = longest or run.model.max_positions
     run = replace(run, model=replace(run.model, max_positions=max(longest, run.model.max_positions)))

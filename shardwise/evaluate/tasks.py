@@ -58,7 +58,7 @@ def read_questions(path: Path) -> list[Question]:
     found, problems = [], []
     try:
         # Not splitlines(): JSON may hold other line breaks inside a text, such as U+2028.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(Problem(f"cannot be read: {e}", "--tasks", str(path))) from None
     for number, line in enumerate(lines, 1):
@@ -68,6 +68,8 @@ def read_questions(path: Path) -> list[Question]:
             found.append(_question(json.loads(line)))
         except ValueError as e:
             problems.append(Problem(str(e), "--tasks", f"{path}:{number}"))
+        except RecursionError:
+            problems.append(Problem("is nested too deeply to be a question", "--tasks", f"{path}:{number}"))
     if not found and not problems:
         problems.append(Problem("has not a single question", "--tasks", str(path)))
     if problems:

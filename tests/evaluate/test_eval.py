@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from shardwise.cli.main import main
 from shardwise.data.shards import TokenSet
 from shardwise.data.tokenizer import ByteTokenizer, JsonTokenizer
 from shardwise.evaluate.answering import EngineAnswerer, HttpAnswerer, Wanted, engine_answerer
+from shardwise.evaluate.loss import SetLoss
 from shardwise.evaluate.tasks import Question, read_questions, score
 from shardwise.model import Transformer
 from shardwise.run import UserError, read_run
@@ -93,6 +95,44 @@ def test_a_line_of_questions_ends_where_json_lines_end(tmp_path: Path) -> None:
     rows = [json.dumps({"question": text, "answer": "x"}, ensure_ascii=False) for text in texts]
     path.write_bytes("\r\n".join(rows).encode())
     assert [question.text for question in read_questions(path)] == texts
+
+
+def test_a_file_of_questions_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"question": "a", "answer": "b"}\n', encoding="utf-8-sig")
+    assert [question.text for question in read_questions(path)] == ["a"]
+
+
+def test_a_question_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"question": "a", "answer": "b"}\n' + "[" * 100_000)
+    with pytest.raises(UserError, match="nested too deeply") as found:
+        read_questions(path)
+    assert [problem.where for problem in found.value.problems] == [f"{path}:2"]
+
+
+def test_no_answer_is_longer_than_learned_positions(trained: Path) -> None:
+    run = read_run(checkpoint_folder(trained) / "run.toml")
+    run = replace(run, model=replace(run.model, position="learned", max_positions=64))
+    with pytest.raises(UserError, match="65 tokens exceeds the model's 64 positions"):
+        engine_answerer(checkpoint_folder(trained), run, 65)
+
+
+@pytest.mark.parametrize(("loss", "shown"), [(math.nan, None), (math.inf, None), (800.0, 800.0)])
+def test_the_json_of_a_model_that_diverged_is_json(
+    loss: float,
+    shown: float | None,
+    trained: Path,
+    chat_set: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("shardwise.evaluate.loss.set_loss", lambda *_: SetLoss(loss, 10, 1))
+    assert main(["eval", str(trained), "--set", str(chat_set), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    figures = {"loss": shown, "perplexity": None, "tokens": 10}
+    assert found | figures == found
+    assert found["sets"] == [{"set": str(chat_set), **figures, "rows": 1}]
 
 
 PAIRS = [("12 + 1 =", " 13"), ("12 + 1 = ", "13"), ("", "12 +"), ("x" * 200, " 1"), ("a", "b" * 100)]

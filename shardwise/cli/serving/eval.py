@@ -64,7 +64,8 @@ def execute(args: argparse.Namespace) -> int:
     tasks = _tasks(args, folder, run) if args.tasks else []
     if args.json:
         # The figures of all sets together are at the top level, where scripts look for them.
-        print(json.dumps({"checkpoint": str(folder), **_together(sets), "sets": sets, "tasks": tasks}))
+        each_finite = [{key: _finite(value) for key, value in each.items()} for each in sets]
+        print(json.dumps({"checkpoint": str(folder), **_together(sets), "sets": each_finite, "tasks": tasks}))
         return 0
     for each in sets:
         print(f"{each['set']}")
@@ -127,7 +128,12 @@ def _together(sets: list[dict[str, Any]]) -> dict[str, Any]:
         return {}
     tokens = sum(each["tokens"] for each in sets)
     loss = math.fsum(each["loss"] * each["tokens"] for each in sets) / tokens
-    return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else None, "tokens": tokens}
+    return {"loss": _finite(loss), "perplexity": math.exp(loss) if loss < 700 else None, "tokens": tokens}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has neither NaN nor infinity, the loss of a model that diverged: they are null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _tasks(args: argparse.Namespace, folder: Path, run: Any) -> list[dict[str, Any]]:
