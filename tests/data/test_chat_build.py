@@ -163,6 +163,17 @@ def test_a_template_goes_with_the_set(tmp_path: Path) -> None:
     assert mask == [0] * 18 + [1, 1]
 
 
+def test_raw_bytes_take_no_template_of_the_folder_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    rows = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
+    assert make(tmp_path, rows).tokenizer().template not in ("", TEMPLATE)
+    with pytest.raises(UserError, match="--template-name: raw bytes have no chat template"):
+        make(tmp_path, rows, "named", template_name="default")
+
+
 def test_limits_at_build(tmp_path: Path) -> None:
     rows = [
         {"prompt": "pp", "completion": "c" * 10},

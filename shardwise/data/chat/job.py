@@ -23,6 +23,7 @@ from shardwise.data.chat.template import Span, load_template
 from shardwise.data.encode import BATCH, Job, Report, UnitResult
 from shardwise.data.inputs import Chunk, Input, Unit
 from shardwise.data.shards import DTYPES, ENDS, LABELS, LENGTHS, MARGINS, PROMPTS, ROW_ENDS, dtype_for
+from shardwise.data.tokenizer import BYTE
 from shardwise.run.problems import Problem, UserError
 
 _LOOKED_AT = 1000
@@ -49,7 +50,7 @@ def chat_job(job: Job, options: ChatOptions, tokenizer: str | Path) -> ChatJob:
     if options.max_tokens < 0 or options.max_tokens == 1:
         problems.append(Problem(f"{options.max_tokens} must be at least 2, or 0 for no limit", "--max-tokens"))
     path = Path(tokenizer)
-    folder = path if path.is_dir() else path.parent
+    folder = None if str(tokenizer) == BYTE else path if path.is_dir() else path.parent
     try:
         template = load_template(folder, job.tokenizer, options.template, options.template_name, datetime.now())
     except UserError as e:

@@ -133,16 +133,19 @@ def _raise(message: str) -> NoReturn:
 
 
 def load_template(
-    folder: Path,
+    folder: Path | None,
     tokenizer: Tokenizer,
     given: str | Path | None = None,
     name: str = "",
     today: datetime | None = None,
 ) -> ChatTemplate:
     """The template of a checkpoint or tokenizer: the given file, or the one beside the tokenizer, by `name` if there are
-    several."""
+    several. Raw bytes have no folder and no template."""
     special = {f"{role}_token": token for role, (token, _) in tokenizer.special_tokens.items()}
     if given is not None:
         return ChatTemplate(read_text(Path(given)), special, str(given), today)
-    source, where = choose_template(folder, name) or (PLAIN, "")
+    if folder is None and name:
+        message = "raw bytes have no chat template; --tokenizer names the folder that holds it"
+        raise UserError(Problem(message, "--template-name"))
+    source, where = (choose_template(folder, name) if folder else None) or (PLAIN, "")
     return ChatTemplate(source, special, where, today)
