@@ -193,7 +193,8 @@ def _lines(found: dict[str, Any], out: Path) -> list[str]:
         share = words.percent(step["removed"] / step["documents"]) if step["documents"] else words.DASH
         lines.append(f"{step['kind']:20}{step['documents']:>14,}{step['removed']:>12,}{share:>8}{step['changed']:>10,}")
         for reason, entry in islice(step["reasons"].items(), 5):
-            lines.append(f"  {reason:46.46} {entry['documents']:>11,}")
+            shown = reason if len(reason) <= 46 else f"{reason[:45]}…"
+            lines.append(f"  {shown:46} {entry['documents']:>11,}")
         if len(step["reasons"]) > 5:
             lines.append(f"  and {len(step['reasons']) - 5} more reasons")
     lines.append(f"kept {found['kept']:,} of {found['documents']:,} documents, {found['characters_kept']:,} characters")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.data import inputs
 from shardwise.data.inputs import Chunk, Input, Unit, import_parquet, refuse_odd_name, split_into_units
-from shardwise.data.prepare.recipe import Recipe
+from shardwise.data.prepare.recipe import Bad, Recipe
 from shardwise.data.prepare.streams import COMPRESSIONS
 from shardwise.run.problems import Problem, UserError
 
@@ -25,7 +25,8 @@ class File(Input):
 
 
 def find_files(recipe: Recipe) -> list[File]:
-    """All files, in the order of the recipe; files of a folder or a pattern are sorted."""
+    """All files, in the order of the recipe; files of a folder or a pattern are sorted. A broken Parquet file has one row group if
+    bad input is skipped, so that it has a fate."""
     problems: list[Problem] = []
     found: dict[str, File] = {}
     for number, source in enumerate(recipe.sources):
@@ -35,7 +36,7 @@ def find_files(recipe: Recipe) -> list[File]:
                 problems.append(Problem("there is no such file, folder or match", f"sources.{source.name}", name))
             for path in paths:
                 try:
-                    file = _file(path, number, source.field)
+                    file = _file(path, number, source.field, recipe.bad)
                 except UserError as e:
                     problems += e.problems
                     continue
@@ -59,7 +60,7 @@ def _behind(name: str) -> Iterator[str]:
         yield from sorted(path for path in glob.glob(name, recursive=True) if os.path.isfile(path))
 
 
-def _file(path: str, source: int, field: str) -> File:
+def _file(path: str, source: int, field: str, bad: Bad) -> File:
     refuse_odd_name(path)
     known = inputs.kind_of(path, KINDS, COMPRESSIONS)
     if known is None:
@@ -70,10 +71,10 @@ def _file(path: str, source: int, field: str) -> File:
     stat = os.stat(path)
     whole = bool(compression) or kind in ("text", "warc")
     file = File(os.path.realpath(path), kind, whole, stat.st_size, stat.st_mtime_ns, (), source, compression)
-    return replace(file, row_groups=_groups(path, field)) if kind == "parquet" else file
+    return replace(file, row_groups=_groups(path, field, bad)) if kind == "parquet" else file
 
 
-def _groups(path: str, field: str) -> tuple[int, ...]:
+def _groups(path: str, field: str, bad: Bad) -> tuple[int, ...]:
     arrow, parquet = import_parquet(path)
     try:
         with parquet.ParquetFile(path) as file:
@@ -83,6 +84,8 @@ def _groups(path: str, field: str) -> tuple[int, ...]:
             meta = file.metadata
             return tuple(meta.row_group(number).total_byte_size for number in range(meta.num_row_groups))
     except arrow.ArrowException as e:
+        if bad == "skip":
+            return (0,)
         raise UserError(Problem(f"is not a Parquet file: {e}", where=path)) from None
 
 

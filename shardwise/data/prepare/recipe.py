@@ -137,9 +137,9 @@ def _step(table: dict[str, Any], number: int, folder: Path, problems: list[Probl
     kind = table.get("kind")
     known = {**RULES, **MAPS, **SHUFFLES}
     if kind not in known:
-        names = ", ".join(known)
-        message = f'"{kind}" is not known{nearest(str(kind), known)}; there are {names}'
-        problems.append(Problem(message if kind is not None else f"is missing; there are {names}", f"{where}.kind"))
+        there = f"; there are {', '.join(known)}"
+        message = "is missing" + there if kind is None else f'"{kind}" is not known{nearest(str(kind), known) or there}'
+        problems.append(Problem(message, f"{where}.kind"))
         return Step("", {})
     settings = settings_of(known[kind])
     given = {key: value for key, value in table.items() if key != "kind"}
@@ -178,7 +178,9 @@ def _fill(
     for key, value in table.items():
         place = f"{where}.{key}" if where else key
         if key not in fields:
-            problems.append(Problem(f"is not known{nearest(key, fields)}; there are {', '.join(fields)}", place))
+            known = (*fields, *without)
+            there = f"; there are {', '.join(known)}"
+            problems.append(Problem(f"is not known{nearest(key, known) or there}", place))
         else:
             found[key] = _value(value, fields[key], place, problems)
     return found

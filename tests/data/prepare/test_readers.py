@@ -267,6 +267,22 @@ def test_bad_input_is_skipped_and_told_or_stops(tmp_path: Path) -> None:
         prepare(read_recipe(recipe), tmp_path, tmp_path / "stopped", workers=1)
 
 
+def test_a_broken_parquet_file_has_a_fate(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 cut short")
+    (tmp_path / "b.jsonl").write_bytes(LINES)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[[sources]]\nname = "web"\npaths = ["a.parquet", "b.jsonl"]\n')
+    found = prepare(read_recipe(recipe), tmp_path, tmp_path / "out", workers=1)
+    assert (found["kept"], found["documents"]) == (40, 41)
+    fates = Fates(tmp_path / "out")
+    (fate,) = (fates[row] for row in fates.where("read"))
+    assert fate.id == "a.parquet:0"
+    assert fate.reason.startswith("the row group is broken from here on: ")
+    recipe.write_text('bad = "stop"\n' + recipe.read_text())
+    with pytest.raises(UserError, match=r"a\.parquet: is not a Parquet file"):
+        prepare(read_recipe(recipe), tmp_path, tmp_path / "stopped", workers=1)
+
+
 def test_input_of_no_text_or_length_does_not_stop_the_others(tmp_path: Path) -> None:
     """Half of a surrogate pair in a text and in a url, a broken bzip2 file, and lengths that are no numbers or too large."""
     rows = [{"text": "one"}, {"text": "bad \ud800"}, {"text": "two", "url": "http://\ud800", "id": "\ud800"}]

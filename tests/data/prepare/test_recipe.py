@@ -58,8 +58,13 @@ def test_all_mistakes_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("[[", "is not TOML"), ("", "sources: is missing"), ("sources = 3", "list of tables")]
-)
+    ("text", "said"),
+    [("[[", "is not TOML"), ("", "sources: is missing"), ("sources = 3", "list of tables"),
+     ("data = 3", r"data: is not known; there are words, bad, longest, sources, steps, tokenizer$"),
+     ("source = 3", r"source: is not known; did you mean sources\?$"),
+     ('[[steps]]\nkind = "minhsh"', r"is not known; did you mean minhash\?$"), ("[[steps]]", r"kind: is missing; there are "),
+    ],
+)  # fmt: skip
 def test_what_is_no_recipe(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(text)
