@@ -78,7 +78,9 @@ class Reader:
         else:
             with self._open() as source:
                 where = f"{self.file.path}:{_line_number(source, place)}"
-        self.problems.append(Problem(message, where=where))
+        problem = Problem(message, where=where)
+        if problem not in self.problems:  # a line of text may break in two parts of its file
+            self.problems.append(problem)
         if len(self.problems) >= MOST_PROBLEMS:
             raise UserError(*self.problems)
 

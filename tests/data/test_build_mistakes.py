@@ -94,6 +94,8 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "in.txt"
     path.write_bytes(b"first\nsecond\nthi\xe4rd\n")
     assert problem(path, tmp_path / "out") == f"{path}:3: is not UTF-8 text"
+    path.write_bytes(b"\xff\xfe")  # one line whose end is held back, since a character may begin there
+    assert problem(path, tmp_path / "out", restart=True) == f"{path}:1: is not UTF-8 text"
 
 
 def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
