@@ -39,6 +39,7 @@ def execute(args: argparse.Namespace) -> int:
     import torch
 
     from shardwise.checkpoint.huggingface import from_hf, from_peft, to_hf, to_peft
+    from shardwise.data.tokenizer import FILE, MARKER
     from shardwise.report import words
 
     begin = time.perf_counter()
@@ -60,6 +61,9 @@ def execute(args: argparse.Namespace) -> int:
         print(f"left out: {note}")
     if args.way == "from-hf":
         run = Path(args.out)
+        if not any((run / name).is_file() for name in (FILE, MARKER)):
+            print(f"left out: a tokenizer, for {args.source} has no {FILE}; transformers makes one, in Python:")
+            print(f'  AutoTokenizer.from_pretrained("{args.source}").save_pretrained("{run}")')
         print(f"to train it further, on a set made by `shardwise data build --tokenizer {run}`:")
         print(f"  shardwise train {run / 'run.toml'} --train.weights={run} --data.sets=SET --out runs/{run.name}")
     return 0
