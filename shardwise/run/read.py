@@ -232,7 +232,8 @@ def _from_file(path: Path, problems: list[Problem]) -> _Given:
     except UnicodeDecodeError as e:
         raise UserError(Problem(f"is not UTF-8 text (byte {e.start})", where=str(path))) from None
     except IsADirectoryError:
-        raise UserError(Problem("is a folder; a run is a TOML file", where=str(path))) from None
+        own = f", such as {path / 'run.toml'}" if (path / "run.toml").is_file() else ""
+        raise UserError(Problem(f"is a folder; a run is a TOML file{own}", where=str(path))) from None
     except ValueError:  # of Python, which reads no integer of more than 4,300 digits
         raise UserError(Problem("has a number with too many digits", where=str(path))) from None
     except RecursionError:

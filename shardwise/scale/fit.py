@@ -103,7 +103,7 @@ def fit(
     """Fits every form; outliers are left out and reported."""
     need = max(LAWS[name].size for name in forms)
     if len(points) < need + 1:
-        raise UserError(f"{len(points)} points are too few to fit {need} coefficients: {need + 1} are needed at least")
+        raise UserError(f"too few points to fit {need} coefficients: {len(points)} of at least {need + 1}")
     if min(len(np.unique(points.params)), len(np.unique(points.tokens))) < 2:
         raise UserError(
             "all points have the same params or the same tokens: how the loss depends on them cannot be fitted"

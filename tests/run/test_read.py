@@ -325,7 +325,9 @@ def test_files_that_are_no_runs_get_a_sentence(tmp_path: Path, content: bytes, p
     assert found[0][0] == str(file)
     assert phrase in found[0][2] or "nested too deeply" in found[0][2]
     assert "cannot be read" in problems(tmp_path / "absent.toml")[0][2]
-    assert "folder" in problems(tmp_path)[0][2]
+    assert problems(tmp_path)[0][2] == "is a folder; a run is a TOML file"
+    (tmp_path / "run.toml").touch()
+    assert problems(tmp_path)[0][2] == f"is a folder; a run is a TOML file, such as {tmp_path / 'run.toml'}"
 
 
 def test_numbers_beyond_any_computer_get_a_sentence(tmp_path: Path) -> None:

@@ -149,6 +149,11 @@ def test_bad_files_get_a_sentence(
     assert message in capsys.readouterr().err
 
 
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scale", "fit", str(tmp_path / "runs.csv")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'runs.csv'}: there is no such file or folder\n"
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 9}', '{"version": 1, "middle": [0]}', "\x00"])
 def test_a_file_that_is_no_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     path = tmp_path / "fit.json"

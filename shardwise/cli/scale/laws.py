@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,8 @@ def _worth(fitted: Fit, stored: dict[str, Any], args: argparse.Namespace) -> tup
 
 def _points(args: argparse.Namespace) -> Points:
     """The points of one CSV file, or of run folders."""
+    if absent := [path for path in args.data if not Path(path).exists()]:
+        raise UserError(*(Problem("there is no such file or folder", where=path) for path in absent))
     if all(is_run_folder(path) for path in args.data):
         return read_runs(args.data, args.loss or "eval_loss")
     if len(args.data) > 1:
