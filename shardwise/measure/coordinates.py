@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.data.open import open_data
-from shardwise.run import Problem, Run, UserError
+from shardwise.run import Problem, Run, UserError, counted
 from shardwise.run.config import ModelConfig
 from shardwise.train.step import TrainState
 
@@ -75,6 +75,9 @@ def coordinates(
             wide = of_width(run, width)
             wide = replace(wide, train=replace(wide.train, seed=run.train.seed + seed))
             for name, value in _changes(wide, steps).items():
+                if not math.isfinite(value):
+                    reason = f"{run.train.lr:g} is too high: after {counted(steps, 'step')} a network of width {width} has diverged"
+                    raise UserError(Problem(reason, "train.lr"))
                 sums[name] = sums.get(name, 0.0) + math.log(max(value, 1e-30)) / seeds
         for name, total in sums.items():
             changes.setdefault(name, []).append(math.exp(total))

@@ -128,7 +128,7 @@ def record(run: Run, folder: Path, recording: Recording, progress: Progress = la
         mine["modules"] = as_rows(own_costs(train_state, remaining, measured.module_seconds))
     every = _all_gather(train_state, mine)
     if rank == 0:
-        (folder / "run.toml").write_text(to_toml(run))
+        (folder / "run.toml").write_text(to_toml(run), encoding="utf-8")
         (folder / "plan.json").write_text(json.dumps(planned(run, train_state.device)))
         described = manifest(train_state, recording, first, every)
         if any(measured.figures):

@@ -46,6 +46,18 @@ def test_widths_make_no_difference_with_mup(tmp_path: Path, capsys: pytest.Captu
     assert "is not a list" in capsys.readouterr().err
 
 
+def test_a_width_that_diverges_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    command = ["scale", "coordinates", str(path), "--widths", "32,64", "--steps", "2", "--seeds", "1", "--json"]
+    assert main([*command, "--train.lr=1e20"]) == 2
+    out, error = capsys.readouterr()
+    assert (out, error) == (
+        "",
+        "error: train.lr: 1e+20 is too high: after 2 steps a network of width 32 has diverged\n",
+    )
+
+
 def test_a_wider_run_has_more_heads_of_the_same_size() -> None:
     run = run_from_dict(dict(model=dict(layers=1, hidden=64, heads=4, kv_heads=2, ffn=256)))
     wide = of_width(run, 256).model

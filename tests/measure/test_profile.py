@@ -7,6 +7,7 @@ import functools
 import gzip
 import json
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,19 @@ def test_only_some_ranks(ranks: RankPool, tmp_path: Path) -> None:
     assert rows["model"]["parameters"] == parameters(run.model).total
     seconds = {name: sum(row["seconds"].values()) for name, row in rows.items()}
     assert seconds.get("(unlabelled)", 0.0) < 0.3 * (seconds["model"] + seconds["(optimizer)"] + seconds["(clip)"])
+
+
+def test_a_name_of_any_letters_is_recorded_whatever_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text = Path.write_text
+
+    def in_ascii(path: Path, text: str, encoding: str | None = None) -> int:
+        return write_text(path, text, encoding or "ascii")
+
+    monkeypatch.setattr(Path, "write_text", in_ascii)
+    run = replace(make_run({}, global_batch=1), name="modèle")
+    prepare_folder(tmp_path)
+    record(run, tmp_path, Recording(1, 1))
+    assert read_run(tmp_path / "run.toml").name == "modèle"
 
 
 def test_ranks_by_name() -> None:
