@@ -151,13 +151,16 @@ class HttpAnswerer(Answerer):
             connection.request(method, self._path + path, json.dumps(body) if body else None, headers)
             response = connection.getresponse()
             text = response.read()
-        except OSError as e:
+        except (OSError, http.client.HTTPException) as e:
             raise UserError(f"{self._parts.geturl()} does not answer: {e}") from None
         finally:
             connection.close()
         if response.status != 200:
             raise UserError(f"{self._parts.geturl()} answers {response.status}: {text[:300].decode(errors='replace')}")
-        return json.loads(text)
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise UserError(f"{self._parts.geturl()} does not answer with JSON; is it a server of this kind?") from None
 
     def _complete(self, body: dict[str, Any]) -> Any:
         return self._ask("POST", "completions", {"model": self._model, **body})["choices"][0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,6 +168,25 @@ def test_over_http_as_in_this_process(trained: Path, answerer: EngineAnswerer) -
         assert answerer.generate(wanted) == other.generate(wanted)
     with pytest.raises(UserError, match="does not answer"):
         HttpAnswerer("http://127.0.0.1:1", ByteTokenizer(), 64)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", b"HTTP/1.1 200 OK\r\n\r\n<p>"],
+)
+def test_what_is_no_such_server_is_a_sentence(said: bytes) -> None:
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(said)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(UserError, match=f"http://127.0.0.1:{listener.getsockname()[1]} does not answer"):
+            HttpAnswerer(f"http://127.0.0.1:{listener.getsockname()[1]}", ByteTokenizer(), 64)
+        thread.join()
 
 
 def tokenizer_with_prefix() -> JsonTokenizer:
