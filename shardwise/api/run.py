@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.hardware.chips import unknown_chip
-from shardwise.run import PRESETS, PlannedRun, read_planned, read_run, to_dict, to_toml
+from shardwise.run import PRESETS, PlannedRun, UserError, read_planned, read_run, to_dict, to_toml
 from shardwise.run import Run as ResolvedRun
 from shardwise.run.config import SECTIONS, all_keys
 from shardwise.run.write import sections_to_toml
@@ -34,6 +34,8 @@ class Run:
             given = (to_dict(source),)
         elif isinstance(source, Mapping):
             given = (_sections(source),)
+        elif path is None and source is not None:
+            raise UserError(f"a run is a file, a dict or a Run, not {type(source).__name__}")
         self._read(path, (*given, _sections(keys)) if keys else given)
 
     def _read(self, path: str | PathLike[str] | None, given: tuple[Mapping[str, Any], ...]) -> None:

@@ -105,6 +105,12 @@ def test_auto_frees_the_layout_of_a_file(run_file: Path) -> None:
     assert shardwise.Run(run_file, tensor=2, layout="auto").layout.fixed == ("tensor",)
 
 
+def test_what_is_no_run_is_refused() -> None:
+    """It was taken for a run of defaults alone."""
+    with pytest.raises(shardwise.UserError, match="a run is a file, a dict or a Run, not int"):
+        shardwise.Run(8)  # type: ignore[arg-type]
+
+
 def test_all_mistakes_at_once() -> None:
     with pytest.raises(shardwise.UserError) as e:
         shardwise.Run(presett="llama3-8b", tensor="many", schedule="1f1b", chip="h1000")
