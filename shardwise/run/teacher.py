@@ -53,7 +53,7 @@ def teacher_rules(run: Run) -> Iterator[Rule]:
     if o.kind != "distill":
         return
     yield Rule(not o.teacher and not o.stored, KEY, ("objective.stored",), lambda: (
-        "is empty, and there is nothing to learn from; name a model, or set objective.stored where its words are beside the data"
+        "is empty, and there is nothing to learn from; name a model, or set objective.stored where its scores are beside the data"
     ))
     yield Rule(o.cross_entropy > 0 and o.temperature != 1, "objective.cross_entropy", ("objective.temperature",), lambda: (
         "is that of the student as it is, and objective.temperature divides its logits; use one of the two"
