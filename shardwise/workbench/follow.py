@@ -54,11 +54,12 @@ class Tail:
                     self._at, self._before = 0, b""
                 file.seek(self._at)
                 content = file.read(CHUNK)
+                content += file.readline()  # a line may be longer than all that is read at a time
         except OSError:
             return [], False
-        self.more = len(content) == CHUNK
         self._seen = (now.st_size, now.st_mtime_ns)
         whole = content.rfind(b"\n") + 1
+        self.more = whole >= CHUNK
         self._at += whole
         self._before = (self._before + content[:whole])[-REMEMBERED:]
         return content[:whole].split(b"\n")[:-1], again
@@ -90,7 +91,7 @@ class FollowedRun:
         told, new = self._events.read()
         if new:
             self.events.clear()
-        self.events.extend(event for line in told if "what" in (event := parse_record(line)))
+        self.events.extend(event for line in told if _is_sound(event := parse_record(line)))
         if lines or again or told or new:
             self.version += 1
             return True
@@ -105,13 +106,13 @@ class FollowedRun:
         added: dict[str, tuple[list[float], list[float]]] = {}
         for record in records:
             step = record.get("step")
-            if type(step) is not int:
+            if type(step) is not int or _number(step) is None:
                 continue
             for key, value in record.items():
                 if key == "step":
                     continue
                 if isinstance(value, list):
-                    if key == "compute_seconds" and all(isinstance(each, int | float) for each in value):
+                    if key == "compute_seconds" and all(map(_is_finite, value)):
                         self.ranks.append((step, value))
                     if key == "samples" and (texts := _texts(value)):
                         self.samples.append({"step": step, "texts": texts})
@@ -161,7 +162,7 @@ class FollowedRun:
         steps = [{"seconds": self.useful}, {"seconds": self.skipped, "skipped": True}]
         try:
             found = goodput(list(self.events), steps, now if self._state() == "training" else self._last_time())
-        except (KeyError, TypeError, StopIteration):  # events that another version wrote
+        except (KeyError, TypeError, StopIteration, OverflowError):  # events that another version wrote
             return None
         return {"share": found.share, "total": found.total, "lost": found.lost, "failures": found.failures}
 
@@ -193,8 +194,25 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # a damaged line
+            return None
     return float(value) if value in ("nan", "inf", "-inf") else None
+
+
+def _is_finite(value: Any) -> bool:
+    number = _number(value)
+    return number is not None and math.isfinite(number)
+
+
+def _is_sound(event: dict[str, Any]) -> bool:
+    """Whether a record is an event that a page can be told: JSON has neither NaN nor infinity, though Python reads them."""
+    try:
+        json.dumps(event, allow_nan=False)
+    except ValueError:
+        return False
+    return isinstance(event.get("what"), str)
 
 
 def _shown(value: float) -> float | str:

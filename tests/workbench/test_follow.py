@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message
 from shardwise.cli.main import main
 from shardwise.train.faults.goodput import goodput, read_events
 from shardwise.train.progress.metrics import read_metrics
+from shardwise.workbench.admission import encoded
 from shardwise.workbench.app import make_app
 from shardwise.workbench.columns import BLOCK, Series
 from shardwise.workbench.follow import FollowedRun, run_folders
@@ -85,6 +86,39 @@ def test_a_file_is_read_on_from_where_it_was_read_to(tmp_path: Path) -> None:
     assert values_of(run, "eval_loss") == [3.5]
     assert (run.useful, run.skipped) == (3.0, 1.0)
     assert list(run.ranks) == [(3, [1.0, 2.0])]
+
+
+def test_a_line_longer_than_what_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.workbench.follow.CHUNK", 64)
+    run, file = FollowedRun(tmp_path, "run"), tmp_path / "metrics.jsonl"
+    samples = [{"prompt": "p" * 100, "text": "t"}]
+    file.write_text(line(step=1, loss=1.0) + line(step=1, samples=samples) + line(step=2, loss=2.0) + "{" + "x" * 100)
+    while run.look() and run.more:
+        pass
+    assert values_of(run, "loss") == [1.0, 2.0]
+    assert [each["texts"] for each in run.samples] == [samples]
+    assert not run.more
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        '{"step": 1%s, "loss": 1}' % ("0" * 400),
+        '{"step": 1, "loss": 1%s}' % ("0" * 400),
+        '{"step": 1, "compute_seconds": [NaN, 1]}',
+        '{"what": [], "time": 1}',
+        '{"what": "begin", "time": NaN}',
+        '{"what": "bad", "time": 1, "loss": Infinity}',
+        '{"what": "begin", "time": 1%s}\n{"what": "end", "time": 2}' % ("0" * 400),
+    ],
+    ids=lambda text: text.replace("0" * 400, "0…"),
+)
+def test_a_damaged_record_ends_no_page(damaged: str, tmp_path: Path) -> None:
+    for name, file in (("sound", "metrics.jsonl"), ("damaged", "metrics.jsonl"), ("damaged", "events.jsonl")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / file).write_text(line(step=1, loss=5.0) + (damaged + "\n") * (name == "damaged"))
+    told = json.loads(encoded(Watch(tmp_path).answer({})))
+    assert [told["series"][name]["loss"][1][0] for name in ("sound", "damaged")] == [5.0, 5.0]
 
 
 def test_a_run_that_resumed_is_read_anew(tmp_path: Path) -> None:
