@@ -234,3 +234,9 @@ def test_overrides_may_stand_anywhere_and_take_either_form() -> None:
     overrides, rest = split_overrides(["--train.lr=1", "run.toml", "--model.layers", "3", "--out", "x", "--name=y"])
     assert overrides == ["train.lr=1", "model.layers=3", "name=y"]
     assert rest == ["run.toml", "--out", "x"]
+
+
+@pytest.mark.parametrize("url", ["http://one..two:8000", f"http://{'x' * 64}:8000"], ids=["empty", "long"])
+def test_a_name_that_no_host_has_is_a_sentence(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["load", url, "--rate", "1", "--requests", "1"]) == 2
+    assert f"error: {url} does not name a host: " in capsys.readouterr().err

@@ -83,6 +83,10 @@ def execute(args: argparse.Namespace) -> int:
         address = Address.of(args.url, args.api_key)
     except ValueError as e:
         raise UserError(str(e)) from None
+    try:
+        address.host.encode("idna")  # as it is looked up
+    except UnicodeError:
+        raise UserError(f"{args.url} does not name a host: {address.host}") from None
     given = (run.serve.ttft_ms or None, run.serve.tpot_ms or None) if run else (args.ttft_limit, args.tpot_limit)
     limits = Limits(*map(_limit, given))
     with progress_line() as say:
