@@ -332,6 +332,9 @@ def test_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "is served" in shown
     assert "tensor 2" in shown
+    one = [f"--{word}" for word in (*PLACE, "serve.concurrency=1", "serve.requests=2")]
+    assert main(["plan", *one, "--cluster.devices_per_node=1"]) == 0
+    assert "1 client " in capsys.readouterr().out
 
 
 RUN = """

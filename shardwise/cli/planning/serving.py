@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli.machinery.options import read_json, write_file
 from shardwise.cli.machinery.terminal import show_comparison
 from shardwise.run import AXES, Problem, Run, UserError
+from shardwise.run.problems import counted
 
 if TYPE_CHECKING:
     from shardwise.plan.serving.plan import ServingPlan
@@ -58,7 +59,7 @@ def _print(best: ServingPlan, ranking: list[ServingPlan]) -> None:
     console = Console(highlight=False)
     run, memory, found = best.run, best.memory, best.as_dict()
     serve, cost = run.serve, found["cost"]
-    load = f"{serve.rate:g} requests/s" if serve.rate else f"{serve.concurrency} clients"
+    load = f"{serve.rate:g} requests/s" if serve.rate else counted(serve.concurrency, "client")
     held = "is served" if best.holds else "IS NOT SERVED"
     parts = f"weights {words.size(memory.weights)}, keys and values {words.size(memory.cache)}"
     if memory.draft:
