@@ -16,6 +16,9 @@ KINDS = ("changes", "ranking")
 LONGEST = 16 * 2**20
 """The largest answer, in bytes."""
 
+ENDED = {"problems": [{"key": "", "message": "the process that looked for this ended; is memory full?"}]}
+"""The answer if the process ended by itself."""
+
 
 class Aside:
     """The process of one kind of question."""
@@ -40,7 +43,8 @@ class Aside:
                 process = await self._started()
                 if mine != self._asked:
                     return None
-                return await self._answered(process, {"kind": self._kind, "given": given, "changes": changes})
+                found = await self._answered(process, {"kind": self._kind, "given": given, "changes": changes})
+                return ENDED if found is None and mine == self._asked else found
             finally:
                 self._busy = False
 
@@ -86,6 +90,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         return {"changes": faster_changes(base, changes), "memory_error": memory_error()}
     except UserError as e:
         return problems_of(e)
+    except (ArithmeticError, LookupError, ValueError) as e:
+        return problems_of(UserError(f"the planner has no answer to this: {e}"))
 
 
 def main() -> None:

@@ -38,7 +38,7 @@
     try {
       const found = await (await bench.post("/api/changes", bench.question())).json();
       if (found.memory_error) bench.memoryError(found.memory_error);
-      if (still() && !found.superseded) drawChanges(found.changes || []);
+      if (still() && !found.superseded) drawChanges(found.changes || [], found.problems);
       const free = JSON.stringify(Object.entries(bench.keys()).filter(([key]) => !key.startsWith("layout.")).toSorted());
       if (free !== rankedFor && still()) {
         document.getElementById("ranking").classList.add("late");
@@ -49,7 +49,9 @@
     } catch { bench.said("the server does not answer; is its command still running?"); }
   }
 
-  function drawChanges(changes) {
+  function sentence(problems) { return problems.map((problem) => problem.message).join("; "); }
+
+  function drawChanges(changes, problems) {
     const section = document.getElementById("changes");
     section.classList.remove("late");
     section.querySelector("h2").textContent = shown && !shown.plan.fits ? "What would make this fit" : "What would make this faster";
@@ -60,7 +62,9 @@
       chip.addEventListener("click", () => bench.change(each.keys));
       return chip;
     }));
-    if (!changes.length) chips.replaceChildren(element("p", "No change of one choice does.", { class: "remark" }));
+    if (!changes.length) {
+      chips.replaceChildren(element("p", problems ? sentence(problems) : "No change of one choice does.", { class: "remark" }));
+    }
   }
 
   function drawRanking(found) {
@@ -68,7 +72,7 @@
     section.classList.remove("late");
     const remark = section.querySelector(".remark"), place = section.querySelector(".body");
     if (found.problems) {
-      remark.textContent = found.problems.map((problem) => problem.message).join("; ");
+      remark.textContent = sentence(found.problems);
       return place.replaceChildren();
     }
     remark.textContent = found.searched.toLocaleString("en") + " layouts of this model, batch and cluster considered, "

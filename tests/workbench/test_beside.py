@@ -15,7 +15,8 @@ from shardwise.plan.cost.flops import forward_flops, parameters
 from shardwise.run import UserError
 from shardwise.run.coordinates import RankCoordinates
 from shardwise.workbench.answer import answer
-from shardwise.workbench.aside import Aside
+from shardwise.workbench.aside import ENDED, Aside
+from shardwise.workbench.aside import answer as aside_answer
 from shardwise.workbench.changes import faster_changes, keys_of, memory_error, neighbours, ranking, with_layout
 from shardwise.workbench.question import Base, base_of
 
@@ -102,6 +103,29 @@ def test_only_the_newest_question_is_answered(base: Base) -> None:
     assert second == {"changes": json.loads(json.dumps(expected)), "memory_error": memory_error()}
     assert 0 < memory_error() < 0.05
     assert "problems" in wrong  # type: ignore[operator]
+
+
+def test_a_process_that_is_killed_is_no_newer_question(base: Base) -> None:
+    """Such as by the system when memory is full: the page waited for an answer for ever."""
+
+    async def ask() -> object:
+        aside = Aside("ranking")
+        process = await aside._started()
+        asked = asyncio.create_task(aside.ask(base.given, {}))
+        await asyncio.sleep(0)
+        process.kill()
+        return await asked
+
+    assert asyncio.run(ask()) == ENDED
+
+
+def test_an_error_of_the_planner_is_an_answer(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("shardwise.workbench.changes.ranking", fails)
+    told = aside_answer({"kind": "ranking", "given": base.given, "changes": {}})
+    assert told["problems"] == [{"key": "", "message": "the planner has no answer to this: division by zero"}]
 
 
 def test_a_question_may_find_that_another_has_ended_the_process(base: Base) -> None:
