@@ -97,6 +97,12 @@ def train_run(run: Run, out: Path | None, quiet: bool) -> TrainResult:
             except KeyboardInterrupt:  # training saves a checkpoint, and reports it
                 with contextlib.suppress(ProcessLookupError):
                     child.send_signal(signal.SIGINT)
+            except (
+                BaseException
+            ):  # what it says cannot be printed: it would go on, without its run file and unknown to anybody
+                child.terminate()
+                child.communicate()
+                raise
     if code in (0, PREEMPTED):
         return TrainResult(folder, stopped=code == PREEMPTED)
     raise _failure("training", code, last)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +70,28 @@ def test_a_run_that_diverged_is_shown(first: float, tmp_path: Path) -> None:
     assert math.isnan(result.loss)
     assert "2 steps, loss nan" in repr(result)
     assert "<svg" in result.page()
+
+
+def test_training_ends_with_the_reader_of_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `python job.py | head`."""
+    code = (
+        "import signal, sys, pathlib\n"
+        f"def end(*_): pathlib.Path({str(tmp_path / 'saved')!r}).touch(); sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "print('step 1', flush=True)\n"
+        "signal.pause()"
+    )
+    monkeypatch.setattr("shardwise.api.processes.COMMAND", (sys.executable, "-c", code))
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        with pytest.raises(BrokenPipeError):
+            shardwise.train({}, tmp_path / "run")
+        monkeypatch.undo()
+        with contextlib.suppress(BrokenPipeError):
+            closed.close()
+    assert (tmp_path / "saved").exists()
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
