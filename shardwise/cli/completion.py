@@ -70,8 +70,17 @@ def candidates(words: list[str]) -> list[str]:
     else:
         parser = argparse.ArgumentParser()
         importlib.import_module(VERBS[words[1]][0]).add_arguments(parser)
+        parser = _inner(parser, words[2:-1])
         found = _options(parser._actions) if last.startswith("-") else _choices(parser._actions)
     return sorted(word for word in found if word.startswith(last))
+
+
+def _inner(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the verb inside of a verb, as in `shardwise data build`, if one was typed."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return next((action.choices[word] for word in words if word in action.choices), parser)
+    return parser
 
 
 def _options(actions: Sequence[argparse.Action]) -> list[str]:
