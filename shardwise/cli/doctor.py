@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.run import UserError, read_run
+from shardwise.run import Problem, UserError, read_run
 
 if TYPE_CHECKING:
     from shardwise.measure.doctor import Finding
@@ -69,7 +69,10 @@ def _of_run(args: argparse.Namespace, has_torch: bool) -> list[Finding]:
         found.append(Finding("run", "start", f"{run.layout.world} ranks can start"))
     except UserError as e:
         found += [
-            Finding("run", problem.key or "run", "cannot start", "bad", problem.message) for problem in e.problems
+            Finding(
+                "run", problem.key or "run", "cannot start", "bad", str(Problem(problem.message, "", problem.where))
+            )
+            for problem in e.problems
         ]
     return found
 

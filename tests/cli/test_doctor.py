@@ -46,6 +46,13 @@ def test_a_run_that_cannot_start_here(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "no GPU" in said["cluster.chip"]["mend"]
 
 
+def test_a_run_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.toml")
+    assert main(["doctor", missing, "--json"]) == 1
+    (said,) = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["topic"] == "run"]
+    assert said["mend"] == f"{missing}: cannot be read: No such file or directory"
+
+
 def test_what_is_missing_has_a_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = dict.fromkeys(package_versions(), "")
     found = {each.name: each for each in doctor.examine(versions, "", tmp_path)}
@@ -85,6 +92,10 @@ def test_version_names_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
         ("shardwise train run.toml --train.dtype=b", {"--train.dtype=bfloat16"}),
         ("shardwise plan --layout=", {"--layout=auto"}),
         ("shardwise completion z", {"zsh"}),
+        ("shardwise data b", {"build"}),
+        ("shardwise data build --k", {"--kind"}),
+        ("shardwise data score --train.dt", {"--train.dtype="}),
+        ("shardwise scale fit x.csv --fo", {"--form"}),
         ("shardwise nothing --", set()),
     ],
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import VERBS, main, split_overrides
+from shardwise.cli.serving.load import _texts
 
 
 def test_help_names_every_verb_and_imports_nothing_heavy() -> None:
@@ -234,6 +235,13 @@ def test_overrides_may_stand_anywhere_and_take_either_form() -> None:
     overrides, rest = split_overrides(["--train.lr=1", "run.toml", "--model.layers", "3", "--out", "x", "--name=y"])
     assert overrides == ["train.lr=1", "model.layers=3", "name=y"]
     assert rest == ["run.toml", "--out", "x"]
+
+
+def test_a_prompt_ends_where_its_line_ends(tmp_path: Path) -> None:
+    """And a byte order mark, with which editors save a file, is in none."""
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("one\u2028two\r\n\r\nthree\x0cfour\n".encode("utf-8-sig"))
+    assert _texts(file) == ["one\u2028two", "three\x0cfour"]
 
 
 @pytest.mark.parametrize("url", ["http://one..two:8000", f"http://{'x' * 64}:8000"], ids=["empty", "long"])

@@ -142,7 +142,8 @@ def _limit(given: float | None) -> float:
 
 def _texts(path: Path) -> list[str]:
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+        # Not splitlines(): a prompt may hold other line breaks, such as U+2028.
+        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line]
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
         raise UserError(Problem(f"cannot be read: {reason}", "--prompts", str(path))) from None
