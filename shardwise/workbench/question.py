@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.hardware.chips import unknown_chip
-from shardwise.run import PlannedRun, Problem, UserError, read_planned
+from shardwise.run import PRESETS, PlannedRun, Problem, UserError, read_planned
 from shardwise.run.config import SECTIONS, all_keys
 
 MOST_TEXT = 2000
@@ -113,7 +113,7 @@ def changes_of(content: Any) -> Keys:
             problems.append(Problem("there is no such key", name[:100]))
         elif isinstance(value, list | dict) or value is None or len(text_of(value)) > MOST_TEXT:
             problems.append(Problem(f"is not a text of up to {MOST_TEXT} characters, a number, true or false", name))
-        elif name in FILES or name.startswith("serve.") or _own_chip(name, value):
+        elif name in FILES or name.startswith("serve.") or _is_file(name, text_of(value)):
             problems.append(Problem("cannot be chosen on the page; give it in the run", name))
         else:
             found[name] = text_of(value)
@@ -127,5 +127,8 @@ def problems_of(error: UserError) -> dict[str, Any]:
     return {"problems": [{"key": each.key, "message": each.message} for each in error.problems]}
 
 
-def _own_chip(name: str, value: Any) -> bool:
-    return name == "cluster.chip" and text_of(value).strip().lower().endswith(".toml")
+def _is_file(name: str, value: str) -> bool:
+    """Whether the value of a key that also takes names from a list is a file: a chip of one's own, or a teacher's checkpoint."""
+    if name == "objective.teacher":
+        return value not in ("", *PRESETS)
+    return name == "cluster.chip" and value.strip().lower().endswith(".toml")

@@ -107,6 +107,7 @@ def test_every_key_is_offered_once_or_left_out_on_purpose() -> None:
         ({"changes": {"cluster.profile": "/etc/passwd"}}, "cannot be chosen"),
         ({"changes": {"cluster.chip": "/etc/chip.TOML "}}, "cannot be chosen"),
         ({"changes": {"data.sets": "/etc"}}, "cannot be chosen"),
+        ({"changes": {"objective.teacher": "/etc"}}, "cannot be chosen"),
     ],
 )
 def test_a_question_that_is_none_is_refused(content: Any, word: str) -> None:
