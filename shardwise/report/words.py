@@ -146,8 +146,8 @@ def _scaled(amount: float, base: int, units: tuple[str, ...]) -> str:
     if amount < 0:
         return "-" + _scaled(-amount, base, units)
     step = 0
-    # 999.5 of a unit already prints as 1,000, which is 1.00 of the next unit.
-    while step < len(units) - 1 and amount >= (base if base == 1024 else 999.5):
+    # 999.5 of a unit already prints as 1,000, which is 1.00 of the next unit; so does 1,023.5 KiB.
+    while step < len(units) - 1 and amount >= base - 0.5:
         amount /= base
         step += 1
     exact = step == 0 and amount == round(amount)

@@ -24,6 +24,8 @@ from shardwise.run.axes import AXES
         (words.size(12), "12 B"),
         (words.size(63.9), "64 B"),
         (words.size(1023.7), "1.00 KiB"),
+        (words.size(2**20 - 1), "1.00 MiB"),
+        (words.size(1023.4 * 2**30), "1,023 GiB"),
         (words.slower(0.1), "10.0% slower"),
         (words.slower(-0.25), "25.0% faster"),
         (words.slower(4.641), "5.64 times as long"),
