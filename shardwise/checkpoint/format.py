@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.run import Problem, UserError
+from shardwise.run.problems import unreadable
 
 RUN_FILE = "run.toml"
 MANIFEST = "manifest.json"
@@ -186,7 +187,7 @@ def read_header(file: Path, sharded: bool = False) -> list[Shard]:
             Problem(f"is not a complete safetensors file ({e}); fetch or write it again", where=str(file))
         ) from None
     except OSError as e:
-        raise UserError(Problem(f"cannot be read: {e.strerror or e}", where=str(file))) from None
+        raise unreadable(e, where=file) from None
     metadata = header.pop("__metadata__", {})
     unknown = sorted({entry["dtype"] for entry in header.values()} - DTYPES.keys())
     if unknown:
@@ -267,7 +268,7 @@ def size_and_checksum(path: Path) -> tuple[int, int]:
         header = 8 + int.from_bytes(os.pread(handle, 8, 0), "little")
         return size, _checksum_of(handle, min(size, header) if _SHARDS.fullmatch(path.name) else size)
     except OSError as e:
-        raise UserError(Problem(f"cannot be read: {e.strerror}", where=str(path))) from None
+        raise unreadable(e, where=path) from None
     finally:
         os.close(handle)
 
@@ -311,7 +312,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except OSError as e:
-        raise UserError(Problem(f"cannot be read: {e.strerror}", where=str(path))) from None
+        raise unreadable(e, where=path) from None
     except (ValueError, RecursionError) as e:
         raise UserError(Problem(f"is not valid JSON: {e}", where=str(path))) from None
     if not isinstance(content, dict):

@@ -29,6 +29,7 @@ from shardwise.checkpoint.format import (
     unwatched,
 )
 from shardwise.run import Problem, UserError
+from shardwise.run.problems import unreadable
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -121,7 +122,7 @@ def _read(shard: Shard, start: tuple[int, ...], into: Tensor, progress: Progress
             if not straight:
                 target.copy_(rows[box])
     except OSError as e:
-        raise UserError(Problem(f"cannot be read: {e.strerror}", where=str(shard.file))) from None
+        raise unreadable(e, where=shard.file) from None
     finally:
         os.close(handle)
     if shard.crc is not None and len(into) == shard.size[0] and crc != shard.crc:

@@ -17,7 +17,7 @@ from shardwise.data.chat.files import FILE as TEMPLATE
 from shardwise.data.chat.files import choose_template
 from shardwise.data.pieces import Pieces
 from shardwise.files import write_atomically
-from shardwise.run.problems import Problem, UserError, install, nearest
+from shardwise.run.problems import Problem, UserError, install, nearest, unreadable
 
 FILE = "tokenizer.json"
 # Beside tokenizer.json, because that file does not say which of its tokens ends a document.
@@ -273,7 +273,7 @@ def load_tokenizer(where: str | Path, end: str = "") -> Tokenizer:
         message = f'there is no such tokenizer; give "{BYTE}", a {FILE}, or a folder that holds one'
         raise UserError(Problem(message, where=str(where))) from None
     except OSError as e:
-        raise UserError(Problem(f"cannot be read: {e.strerror}", where=str(where))) from None
+        raise unreadable(e, where=where) from None
     template = _template(path.parent)
     return JsonTokenizer(content, end=end, hints=_published(path.parent), where=str(path), template=template)
 

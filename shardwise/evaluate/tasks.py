@@ -14,6 +14,7 @@ from typing import Any
 from shardwise.data.chat.template import ChatTemplate
 from shardwise.evaluate.answering import Answerer, Wanted
 from shardwise.run import Problem, UserError
+from shardwise.run.problems import unreadable
 
 QUESTIONS = ("question", "prompt")
 _MOST_NAMED = 20
@@ -60,12 +61,14 @@ def read_questions(path: Path) -> list[Question]:
         # Not splitlines(): JSON may hold other line breaks inside a text, such as U+2028.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(Problem(f"cannot be read: {e}", "--tasks", str(path))) from None
+        raise unreadable(e, "--tasks", path) from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             found.append(_question(json.loads(line)))
+        except json.JSONDecodeError as e:
+            problems.append(Problem(f"is not JSON: {e.msg} at column {e.colno}", "--tasks", f"{path}:{number}"))
         except ValueError as e:
             problems.append(Problem(str(e), "--tasks", f"{path}:{number}"))
         except RecursionError:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from shardwise.run import Run
 from shardwise.run.dtypes import DTYPE_BYTES
-from shardwise.run.problems import Problem, UserError, nearest
+from shardwise.run.problems import Problem, UserError, nearest, unreadable
 from shardwise.run.rules.rule import Broken
 
 # Dynamic power grows with clock times voltage squared, and voltage nearly with the clock, so the clock falls with about
@@ -250,7 +250,7 @@ def _own_chip(path: Path) -> Chip:
     try:
         values = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as e:
-        raise UserError(Problem(f"cannot be read: {e.strerror}", where=where)) from None
+        raise unreadable(e, where=where) from None
     except (ValueError, RecursionError) as e:  # Python reads no integer of more than 4,300 digits
         raise UserError(Problem(f"is not valid TOML: {e}", where=where)) from None
     name, problems = path.stem, list[Problem]()

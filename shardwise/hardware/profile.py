@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.run.problems import Problem, UserError, nearest
+from shardwise.run.problems import Problem, UserError, nearest, unreadable
 
 LAYER = ("hidden", "ffn", "heads", "kv_heads", "head_dim")
 """The sizes that identify a dense layer."""
@@ -156,7 +156,7 @@ def load_profile(path: str | Path) -> Profile:
     except FileNotFoundError:
         raise UserError(Problem("there is no such profile; `shardwise bench` writes one", where=where)) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(Problem(f"cannot be read: {error}", where=where)) from None
+        raise unreadable(error, where=where) from None
     except (ValueError, RecursionError) as error:  # Python reads no integer of more than 4,300 digits
         raise UserError(Problem(f"is not JSON: {error}", where=where)) from None
     if not isinstance(content, dict):

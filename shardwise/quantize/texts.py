@@ -20,6 +20,7 @@ from shardwise.data.open import open_data
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.model.transformer import Transformer
 from shardwise.run import Problem, Run, UserError
+from shardwise.run.problems import unreadable
 from shardwise.run.vocabulary import INDEX
 
 HELD_OUT = 10
@@ -65,8 +66,7 @@ def _file(path: Path, tokenizer: Tokenizer, run: Run) -> Texts:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-        raise UserError(Problem(f"cannot be read: {reason}", "--set", str(path))) from None
+        raise unreadable(e, "--set", path) from None
     tokens, length = np.asarray(tokenizer.encode(text), np.int64), run.train.seq_len
     count = (len(tokens) - 1) // length
     if count < 2:

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.run.problems import Problem, UserError
+from shardwise.run.problems import Problem, UserError, unreadable
 
 _EVENLY = re.compile(r"U\(\s*(\d+)\s*,\s*(\d+)\s*\)", re.IGNORECASE)
 LONGEST_TEXT = 100
@@ -73,8 +73,7 @@ def _read(path: Path) -> tuple[int, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-        raise UserError(Problem(f"cannot be read: {reason}", where=str(path))) from None
+        raise unreadable(e, where=path) from None
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -31,6 +31,15 @@ class UserError(Exception):
         super().__init__("\n".join(str(p) for p in self.problems))
 
 
+def unreadable(error: OSError | ValueError, key: str = "", where: object = "") -> UserError:
+    """The error of a file that cannot be read, or is not what it should be."""
+    if isinstance(error, UnicodeDecodeError):
+        reason = "it is not UTF-8"
+    else:
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    return UserError(Problem(f"cannot be read: {reason}", key, str(where)))
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A sentence ending for a misspelt name: '; did you mean "tensor"?' or ''."""
     close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)

@@ -16,7 +16,7 @@ from shardwise.run.axes import AXES
 from shardwise.run.config import SECTIONS, Run, all_keys
 from shardwise.run.derive import derive
 from shardwise.run.presets import PRESETS, pretraining
-from shardwise.run.problems import Problem, UserError, nearest
+from shardwise.run.problems import Problem, UserError, nearest, unreadable
 from shardwise.run.rules.check import broken_rules
 from shardwise.run.rules.rule import Broken
 from shardwise.run.sections.declare import Key
@@ -239,7 +239,7 @@ def _from_file(path: Path, problems: list[Problem]) -> _Given:
     except RecursionError:
         raise UserError(Problem("is nested too deeply to be a run", where=str(path))) from None
     except OSError as e:
-        raise UserError(Problem(f"cannot be read: {e.strerror}", where=str(path))) from None
+        raise unreadable(e, where=path) from None
 
 
 def _flatten(values: Mapping[str, Any], where: str, problems: list[Problem]) -> _Given:

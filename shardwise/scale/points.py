@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.run.problems import Problem, UserError, nearest
+from shardwise.run.problems import Problem, UserError, nearest, unreadable
 from shardwise.scale.minimize import Array
 
 FLOPS_PER_TOKEN = 6.0
@@ -113,7 +113,7 @@ def _rows(path: Path) -> tuple[list[tuple[int, dict[str, str]]], list[str]]:
             reader.fieldnames = columns
             return [(reader.line_num, row) for row in reader], columns
     except OSError as e:
-        raise UserError(Problem(f"cannot be read: {e.strerror or e}", where=str(path))) from None
+        raise unreadable(e, where=path) from None
     except (UnicodeDecodeError, csv.Error) as e:
         raise UserError(Problem(f"is not a CSV file of UTF-8 text: {e}", where=str(path))) from None
 

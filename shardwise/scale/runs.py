@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardwise.run import Problem, Run, UserError, read_run
 from shardwise.run.parameters import first_parameters, last_parameters, layer_parameters
+from shardwise.run.problems import unreadable
 from shardwise.scale.points import Points, make_points
 
 RUN, METRICS = "run.toml", "metrics.jsonl"
@@ -56,7 +57,7 @@ def _last(folder: Path, loss: str) -> tuple[int, float]:
     try:
         lines = (folder / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as e:
-        raise UserError(Problem(f"cannot be read: {e.strerror or e}", where=str(folder / METRICS))) from None
+        raise unreadable(e, where=folder / METRICS) from None
     for line in reversed(lines):
         try:
             record = json.loads(line)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.run.problems import Problem, UserError
+from shardwise.run.problems import Problem, UserError, unreadable
 from shardwise.scale.approaches import approaches
 from shardwise.scale.fit import LEVEL, Fit, FittedLaw, Interval
 from shardwise.scale.laws import LAWS, log_loss
@@ -60,7 +60,7 @@ def from_json(path: str | Path) -> tuple[Fit, dict[str, Any]]:
         residuals = np.log(points.loss) - log_loss(best.name, best.theta, points.params, points.tokens, x0, y0)[0]
         fitted = Fit(laws, points, left_out, x0, y0, residuals, float(found["widening"]), list(found["notes"]))
     except OSError as e:
-        raise UserError(Problem(f"cannot be read: {e.strerror or e}", where=place)) from None
+        raise unreadable(e, where=place) from None
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError):
         raise UserError(Problem("is not a fit: `shardwise scale fit` writes one", where=place)) from None
     return fitted, found

@@ -105,6 +105,20 @@ def test_a_file_of_questions_may_begin_with_a_byte_order_mark(tmp_path: Path) ->
     assert [question.text for question in read_questions(path)] == ["a"]
 
 
+def test_files_without_questions_are_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    for content, message in (
+        (None, "cannot be read: No such file or directory"),
+        (b"\xff", "cannot be read: it is not UTF-8"),
+        (b"no JSON", "is not JSON: Expecting value at column 1"),
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(UserError) as found:
+            read_questions(path)
+        assert found.value.problems[0].message == message
+
+
 def test_a_question_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text('{"question": "a", "answer": "b"}\n' + "[" * 100_000)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.machinery.options import at_least, new_file, write_file
 from shardwise.run.lengths import Lengths, parse_lengths
-from shardwise.run.problems import Problem, UserError
+from shardwise.run.problems import Problem, UserError, unreadable
 
 if TYPE_CHECKING:
     from shardwise.run import Run
@@ -145,8 +145,7 @@ def _texts(path: Path) -> list[str]:
         # Not splitlines(): a prompt may hold other line breaks, such as U+2028.
         lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line]
     except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-        raise UserError(Problem(f"cannot be read: {reason}", "--prompts", str(path))) from None
+        raise unreadable(e, "--prompts", path) from None
     if not lines:
         raise UserError(Problem("has no prompt in it", "--prompts", str(path)))
     return lines

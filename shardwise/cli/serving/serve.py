@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cli.machinery.options import at_least
-from shardwise.run.problems import Problem, UserError
+from shardwise.run.problems import Problem, UserError, unreadable
 
 if TYPE_CHECKING:
     from shardwise.serve.replicas import Remake
@@ -116,8 +116,7 @@ def _keys(given: list[str]) -> list[str]:
         try:
             lines = Path(each[1:]).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as e:
-            reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-            raise UserError(Problem(f"cannot be read: {reason}", "--api-key", each[1:])) from None
+            raise unreadable(e, "--api-key", each[1:]) from None
         found += [line.strip() for line in lines if line.strip()]
     if given and not (found and all(found)):
         raise UserError(Problem("is empty, which would let everybody in", "--api-key", "command line"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shardwise.run.problems import Problem, UserError, nearest
+from shardwise.run.problems import Problem, UserError, nearest, unreadable
 
 FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"
@@ -41,7 +41,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as e:
-        raise UserError(Problem(f"cannot be read: {e.strerror}", where=str(path))) from None
+        raise unreadable(e, where=path) from None
     except UnicodeDecodeError:
         raise UserError(Problem("is not UTF-8", where=str(path))) from None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.data.prepare.words import Document, Hashes, Vocabulary, runs, simple_words
-from shardwise.run.problems import Problem, UserError
+from shardwise.run.problems import Problem, UserError, unreadable
 
 
 def decontaminate(
@@ -68,4 +68,4 @@ def _texts(path: Path, fields: Sequence[str]) -> Iterator[str]:
                     value for key, value in row.items() if isinstance(value, str) and (not fields or key in fields)
                 )
     except (OSError, ValueError) as e:
-        raise UserError(Problem(f"cannot be read: {e}", "steps.decontaminate.paths", str(path))) from None
+        raise unreadable(e, "steps.decontaminate.paths", path) from None

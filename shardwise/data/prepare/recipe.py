@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from shardwise.data.prepare.minhash import HASHES
 from shardwise.data.prepare.steps import MAPS, RULES, SHUFFLES, Step, settings_of
-from shardwise.run.problems import Problem, UserError, nearest
+from shardwise.run.problems import Problem, UserError, nearest, unreadable
 
 VERSION = 1
 MOST_STEPS = 32
@@ -73,7 +73,7 @@ def read_recipe(path: str | Path) -> Recipe:
     try:
         table = tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
     except OSError as e:
-        raise UserError(Problem(f"cannot be read: {e.strerror or e}", where=str(path))) from None
+        raise unreadable(e, where=path) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UserError(Problem(f"is not TOML: {e}", where=str(path))) from None
     problems: list[Problem] = []
