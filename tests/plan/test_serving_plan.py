@@ -221,6 +221,15 @@ def test_a_rate_that_is_too_high_is_not_held() -> None:
     assert two.as_dict()["output_tokens_per_s"] > 1.5 * fast.as_dict()["output_tokens_per_s"]
 
 
+@pytest.mark.parametrize("requests", [200, 1000])
+def test_a_rate_that_piles_requests_up_is_not_held_without_limits_either(requests: int) -> None:
+    """One device answers some 60 of these a second, and was said to hold thousands: while they pile up, all take longer."""
+    load = ("serve.concurrency=0", "serve.input_tokens=512", "serve.output_tokens=128", f"serve.requests={requests}")
+    plans = {rate: plan_serving(run_of(*load, f"serve.rate={rate}")) for rate in (5, 40, 150, 5000)}
+    assert {rate: plan.holds for rate, plan in plans.items()} == {5: True, 40: True, 150: False, 5000: False}
+    assert plans[5000].as_dict()["requests_per_s"] < 100
+
+
 def test_a_client_stays_with_its_replica() -> None:
     """So replicas without a client do not make the others faster."""
     speeds = {}

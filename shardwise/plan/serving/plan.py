@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,7 @@ from shardwise.run import AXES, Problem, Run, UserError
 from shardwise.run.draft import drafts
 from shardwise.run.load import LoadRequest
 from shardwise.run.rules.check import serving_rules
-from shardwise.schedules.serving.figures import LoadFigures
+from shardwise.schedules.serving.figures import LoadFigures, RequestTimes
 
 HOLDS = 0.95
 """A layout holds a load if this share of the requests meets the limits, and this share of the request rate is served."""
@@ -151,15 +151,19 @@ def _broken(run: Run) -> list[Problem]:
 
 
 def _holds(run: Run, figures: LoadFigures) -> bool:
-    found, asked = figures.as_dict(), run.serve
-    if found["failed"]:
-        return False
-    pace = True
-    if asked.rate:  # requests that run when the last one has arrived must end soon
-        last = max((made.due for made in figures.made), default=0.0)
-        answer = found["e2e_ms"]["p50"] or 0.0
-        pace = figures.seconds <= last / HOLDS + 3 * answer / 1e3
-    return pace and (not figures.limits.given or found["goodput_share"] >= HOLDS)
+    found = figures.as_dict()
+    pace = _keeps_pace(figures.made) if run.serve.rate else True
+    return not found["failed"] and pace and (not figures.limits.given or found["goodput_share"] >= HOLDS)
+
+
+def _keeps_pace(made: Sequence[RequestTimes]) -> bool:
+    """Whether as many requests end as arrive. How long they take does not say: where they pile up, all take longer. So those under
+    way when the last one arrives may be more than when half of the time had passed only by the share that need not be served, and
+    by two standard deviations of random arrivals."""
+    last = max((each.due for each in made), default=0.0)
+    half, end = (sum(each.due <= now < each.due + each.e2e / 1e3 for each in made) for now in (last / 2, last))
+    arrived = sum(each.due > last / 2 for each in made)
+    return end - half <= (1 - HOLDS) * arrived + 2 * math.sqrt(end + half)
 
 
 def layouts_of(run: Run) -> Iterator[Run]:
