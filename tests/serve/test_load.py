@@ -223,3 +223,5 @@ def test_addresses_that_are_none(url: str) -> None:
 def test_addresses() -> None:
     assert Address.of("localhost:8000") == Address("localhost", 8000, "/v1", False)
     assert Address.of("https://a.b/api/v1/", "k") == Address("a.b", 443, "/api/v1", True, "k")
+    for url, host in (("http://[::1]:8000", b"[::1]:8000"), ("a.b:80", b"a.b:80")):
+        assert b"\r\nHost: " + host + b"\r\n" in Address.of(url).request("GET", "/models")

@@ -68,7 +68,8 @@ class Address:
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         """The bytes of a request."""
-        lines = [f"{method} {self.path}{path} HTTP/1.1", f"Host: {self.host}:{self.port}"]
+        host = f"[{self.host}]" if ":" in self.host else self.host  # IPv6
+        lines = [f"{method} {self.path}{path} HTTP/1.1", f"Host: {host}:{self.port}"]
         lines += [f"Authorization: Bearer {self.key}"] if self.key else []
         lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"] if body else []
         return "\r\n".join([*lines, "", ""]).encode() + body
