@@ -120,9 +120,9 @@ def estimate(run: Run) -> Estimate | None:
 
 def parse_time(text: str) -> int:
     """The seconds of a time limit in one of Slurm's formats: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    found = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text)
     if not found:
-        reason = f'"{text}" is no time limit such as 90 (minutes), 12:00:00 or 2-00:00:00'
+        reason = f'"{text[:40]}" is no time limit such as 90 (minutes), 12:00:00 or 2-00:00:00'
         raise UserError(Problem(reason, "--time", "command line"))
     days, *parts = (int(part) if part else 0 for part in found.groups())
     if found[1] or found[4]:
