@@ -251,6 +251,7 @@ def test_nonsense_is_refused_with_all_reasons() -> None:
     with pytest.raises(UserError) as told:
         search(auto("llama3-8b", chip="h10"), keep=0)
     assert {p.key for p in told.value.problems} == {"cluster.chip", "keep"}
+
     assert "h100" in str(told.value)
     with pytest.raises(UserError, match="not whole machines of 8"):
         search(auto("llama3-8b"), devices=[12])
@@ -259,6 +260,21 @@ def test_nonsense_is_refused_with_all_reasons() -> None:
     with pytest.raises(UserError, match="is not a multiple of") as told:
         search(auto("llama3-8b", nodes=11, global_batch=7, seq_len=4095))
     assert "no layout of run is legal on 88 devices" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "given", [dict(devices=[8.0]), dict(devices=8), dict(devices="8"), dict(keep=2.5), dict(max_microbatch="1")]
+)
+def test_what_is_no_whole_number_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="is not a") as told:
+        search(auto("llama3-8b"), **given)
+    assert [problem.key for problem in told.value.problems] == list(given)
+
+
+def test_all_layouts_are_kept_of_a_count_beyond_every_one() -> None:
+    run = auto("llama3-8b", layout=dict(auto=True, shard=8, recompute="full", zero=3))
+    found = search(run, keep=10**23)
+    assert len(found.ranking) == len(search(run, keep=1000).ranking)
     with pytest.raises(UserError, match="with tensor, pipeline fixed"):
         search(auto("llama3-8b", layout=dict(auto=True, tensor=3, pipeline=5), nodes=1))
 

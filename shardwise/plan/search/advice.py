@@ -3,8 +3,9 @@ layout would gain the most."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,11 @@ TRIES = 100
 def counts_of(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: int) -> tuple[list[int], int]:
     """The device counts to search on, and the devices per node. Raises `UserError` with everything wrong in the arguments."""
     problems: list[Problem] = []
+    if devices is not None and not isinstance(devices, Iterable):
+        raise UserError(Problem(f"{devices!r} is not a list of numbers of devices", "devices"))
+    numbers = [("keep", keep), ("max_microbatch", max_microbatch), *(("devices", count) for count in devices or ())]
+    if wrong := [(key, value) for key, value in numbers if not isinstance(value, Integral)]:
+        raise UserError(*(Problem(f"{value!r} is not a whole number", key) for key, value in wrong))
     per_node = run.cluster.devices_per_node
     if not run.layout.auto:
         problems.append(Problem('is given; write layout = "auto" to search for one', "layout"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import heapq
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -117,7 +118,7 @@ def _search(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: 
     ]
     found = [next(stream) for stream in streams]
     wanted = max(keep, TRIED) if answers else keep
-    found += islice(heapq.merge(*streams, key=_worth), max(0, wanted - len(found)))
+    found += islice(heapq.merge(*streams, key=_worth), min(max(0, wanted - len(found)), sys.maxsize))
     found.sort(key=_with_answers if answers else _worth)
     found = _first_of(found, keep, len(counts)) if answers else found
     ranking = [one.plan() for one in found]
