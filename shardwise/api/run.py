@@ -104,6 +104,8 @@ def _sections(values: Mapping[str, Any]) -> dict[str, Any]:
     for key in all_keys():
         homes.setdefault(key.rpartition(".")[2], []).append(key)
     for name, value in values.items():
+        if not isinstance(name, str):
+            raise UserError(f"{name!r} is no name of a key")
         full = homes[name][0] if name not in SECTIONS and len(homes.get(name, ())) == 1 else name
         section, _, leaf = full.partition(".")
         if leaf:

@@ -109,6 +109,8 @@ def test_what_is_no_run_is_refused() -> None:
     """It was taken for a run of defaults alone."""
     with pytest.raises(shardwise.UserError, match="a run is a file, a dict or a Run, not int"):
         shardwise.Run(8)  # type: ignore[arg-type]
+    with pytest.raises(shardwise.UserError, match="1 is no name of a key"):
+        shardwise.Run({1: 2})  # type: ignore[dict-item]
 
 
 def test_all_mistakes_at_once() -> None:
