@@ -47,7 +47,8 @@ class Plot:
         xs = [_unit(x, self.log_x) for s in self.series for x, *_ in (*s.places, *s.band)]
         ys = [_unit(y, self.log_y) for s in self.series for _, *values in (*s.places, *s.band) for y in values]
         xs, ys = [x for x in xs if math.isfinite(x)] or [0.0], [y for y in ys if math.isfinite(y)] or [0.0]
-        rooms = [0.04 * (max(values) - min(values)) or 0.5 for values in (xs, ys)]
+        # Where all values are equal, 0.5 would be lost in the rounding of a large one.
+        rooms = [0.04 * (max(values) - min(values)) or max(0.5, 0.04 * abs(values[0])) for values in (xs, ys)]
         return min(xs) - rooms[0], max(xs) + rooms[0], min(ys) - rooms[1], max(ys) + rooms[1]
 
 

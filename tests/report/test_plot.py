@@ -35,6 +35,14 @@ def test_letters_show_points_over_lines() -> None:
     assert sum(row.count("·") for row in rows) == 1
 
 
+@pytest.mark.parametrize("value", [0.0, -3.0, 1e17, -1e300])
+def test_equal_values_have_an_axis(value: float) -> None:
+    """At 1e17 a half is lost in the rounding, and an axis without a length was divided by."""
+    plot = Plot("", "x", "y", [Series("all", [(value, value)] * 2, joined=False)], log_x=False)
+    assert svg([plot]).count("<circle") == 2
+    assert sum(line.count("a") for line in letters(plot)[1:-3]) == 1
+
+
 @pytest.mark.parametrize(
     ("low", "high", "log", "want"),
     [
