@@ -161,7 +161,8 @@ def _submit_stages(args: argparse.Namespace, recipe: Recipe, out: Path) -> list[
         words = f"{shlex.join([*command, '--stage', name])} {' '.join(more)}".rstrip()
         path = out / FOLDER / f"{name}.sbatch"
         after = jobs[-1].id if jobs else ""
-        path.write_text(array_script(f"prepare-{name}", tasks, [words], out, after=after, options=args.option))
+        script = array_script(f"prepare-{name}", tasks, [words], out, after=after, options=args.option)
+        path.write_text(script, encoding="utf-8")
         jobs.append(submit("slurm", path, out, log=str(out.resolve() / "logs" / "slurm-%j-0.out")))
 
     for stage in plan.stages():

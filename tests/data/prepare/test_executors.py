@@ -57,7 +57,9 @@ def test_slurm_arrays(
     command = ["data", "prepare", str(corpus / "recipe.toml"), "--out", str(out), "--executor", "slurm"]
     assert main(command) == 2
     assert "--workers: is needed for Slurm" in capsys.readouterr().err
-    command += ["--workers", "2", "--option=--partition=cpu", "--json"]
+    write_text = Path.write_text
+    monkeypatch.setattr(Path, "write_text", lambda path, text, encoding="ascii": write_text(path, text, encoding))
+    command += ["--workers", "2", "--option=--partition=cpu", "--option=--comment=modèle", "--json"]
     monkeypatch.setenv("FAILS", "2")
     assert main(command) == 2
     assert "sbatch refused: sbatch: error: no such partition" in capsys.readouterr().err
