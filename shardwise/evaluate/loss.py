@@ -1,7 +1,8 @@
-"""The loss of a data set: the mean cross-entropy of all tokens that have a target, without padding, on one device.
+"""The loss of a data set: the mean cross-entropy of its rows' tokens that have a target, without padding, on one device.
 
-A text is cut into rows of consecutive tokens. Conversations are packed whole, and only the tokens that their mask selects count. In
-a preference set the desirable answers count. Logits are computed in chunks, so a large vocabulary costs no memory.
+A text is cut into rows of consecutive tokens, as in training; fewer than a row at its end are left out. Conversations are packed
+whole, and only the tokens that their mask selects count. In a preference set the desirable answers count. Logits are computed in
+chunks, so a large vocabulary costs no memory.
 """
 
 from __future__ import annotations

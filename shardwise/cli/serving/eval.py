@@ -34,7 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSONL of questions with an answer to generate, or with choices to score by their log-likelihood",
     )
-    parser.add_argument("--sequence", type=int, default=0, metavar="N", help="tokens in a row (default: train.seq_len)")
+    parser.add_argument(
+        "--sequence",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens in a row (default: train.seq_len); of a text, fewer than a row at its end are left out",
+    )
     parser.add_argument("--rows", type=int, default=0, metavar="N", help="use only N rows of each set, evenly spaced")
     parser.add_argument(
         "--max-tokens", type=int, default=64, metavar="N", help="most tokens of a generated answer (64)"
