@@ -107,6 +107,7 @@ class ModelConfig:
         0.0,
         "capacity factor: an expert drops tokens beyond this many times its even share of a sequence; 0: drop none",
         least=0,
+        most=1e6,
     )
     scores: bool = key(False, "the head outputs a score per token instead of logits; objective.kind = reward sets it")
 
@@ -324,13 +325,13 @@ class ClusterConfig:
     rendezvous: str = key("", "HOST:PORT on one machine, where all machines that run `shardwise train` meet")
     node_wait: int = key(30, "train.elastic: seconds to wait for more machines before continuing without them", least=1)
     headroom: float = key(0.05, "share of a device's memory that the plan leaves free", least=0, most=0.9)
-    price: float = key(0.0, "US dollars per device and hour; 0: the catalogue's", least=0)
+    price: float = key(0.0, "US dollars per device and hour; 0: the catalogue's", least=0, most=1e6)
     mtbf_hours: float = key(
-        50_000.0, "mean hours between failures of one device that stop the run (Llama 3: 50,000)", above=0
+        50_000.0, "mean hours between failures of one device that stop the run (Llama 3: 50,000)", least=1e-3, most=1e12
     )
-    restart_seconds: float = key(600.0, "seconds from a failure to the first step after it", least=0)
-    storage_gbs: float = key(1.0, "GB/s per machine for writing checkpoints and reading data", above=0)
-    host_gbs: float = key(20.0, "GB/s from a device to host memory, where a checkpoint is staged", above=0)
+    restart_seconds: float = key(600.0, "seconds from a failure to the first step after it", least=0, most=1e9)
+    storage_gbs: float = key(1.0, "GB/s per machine for writing checkpoints and reading data", least=1e-6)
+    host_gbs: float = key(20.0, "GB/s from a device to host memory, where a checkpoint is staged", least=1e-6)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from shardwise.cli.main import main
 from shardwise.run import UserError, read_run
+from shardwise.run.config import all_keys
 
 HUGE, LARGEST = 10**9, 2**63 - 1
 
@@ -40,6 +42,21 @@ def test_a_size_beyond_reason_is_refused(words: list[str], key: str, layout: str
         read_run(None, ["cluster.chip=h100", layout, *words])
     assert key in {problem.key for problem in caught.value.problems}
     assert "e+" not in str(caught.value)
+
+
+def test_no_number_of_a_run_makes_a_plan_infinite(capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON has neither infinity nor NaN, though Python writes both."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{name}={value}: {word}")
+
+    model = ["--model.layers=2", "--model.experts=8", "--model.experts_per_token=2"]
+    sections = ("model.expert", "layout.", "memory.", "cluster.")
+    for name in (name for name, key in all_keys().items() if key.type is float and name.startswith(sections)):
+        for value in ("1e308", "1e-308"):
+            code = main(["plan", *model, "--cluster.chip=h100", "--layout.shard=8", "--json", f"--{name}={value}"])
+            out, err = capsys.readouterr()
+            assert (code == 2 and name in err) or json.loads(out, parse_constant=refuse), (name, value)
 
 
 def test_training_such_a_network_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
