@@ -7,7 +7,8 @@
   const bench = globalThis.shardwise.bench, { state, pins } = bench;
   const QUIET = 350;
   const kept = new Map();
-  let timer = 0, rankedFor = null, shown = null;
+  const REPLACED = [{ message: "Another tab of this workbench asked after this one, and the newest question is answered. Change a key to ask again." }];
+  let timer = 0, rankedFor = null, shown = null, newest = 0;
 
   function element(tag, text, attributes) {
     const made = document.createElement(tag);
@@ -33,18 +34,20 @@
       if (first) drawChanges(state.changes);
       return rankedFor === null ? (rankedFor = "", drawRanking(state.ranking)) : undefined;
     }
-    const asked = JSON.stringify(bench.question());
-    const still = () => asked === JSON.stringify(bench.question());
+    const asked = JSON.stringify(bench.question()), mine = ++newest;
+    const still = () => mine === newest && asked === JSON.stringify(bench.question());
     try {
       const found = await (await bench.post("/api/changes", bench.question())).json();
       if (found.memory_error) bench.memoryError(found.memory_error);
-      if (still() && !found.superseded) drawChanges(found.changes || [], found.problems);
+      if (still()) drawChanges(found.changes || [], found.superseded ? REPLACED : found.problems);
       const free = JSON.stringify(Object.entries(bench.keys()).filter(([key]) => !key.startsWith("layout.")).toSorted());
       if (free !== rankedFor && still()) {
+        rankedFor = null;  // what is shown is of the question before
         document.getElementById("ranking").classList.add("late");
         document.querySelector("#ranking .remark").textContent = "Searching\u2026";
         const ranked = await (await bench.post("/api/ranking", bench.question())).json();
         if (!ranked.superseded) { rankedFor = free; drawRanking(ranked); }
+        else if (still()) drawRanking({ problems: REPLACED });
       }
     } catch { bench.said("the server does not answer; is its command still running?"); }
   }

@@ -6,6 +6,7 @@ The answer is that of `shardwise plan RUN --section.key=value …`, because the 
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import PRESETS, PlannedRun, Problem, UserError, read_planned
 from shardwise.run.config import SECTIONS, all_keys
+from shardwise.run.problems import nearest
 
 MOST_TEXT = 2000
 """The longest value, in characters."""
@@ -113,8 +115,11 @@ def changes_of(content: Any) -> Keys:
             problems.append(Problem("there is no such key", name[:100]))
         elif isinstance(value, list | dict) or value is None or len(text_of(value)) > MOST_TEXT:
             problems.append(Problem(f"is not a text of up to {MOST_TEXT} characters, a number, true or false", name))
+        elif re.search("[\ud800-\udfff]", text_of(value)):
+            problems.append(Problem("has half of a character (a lone surrogate), which no file can hold", name))
         elif name in FILES or name.startswith("serve.") or _is_file(name, text_of(value)):
-            problems.append(Problem("cannot be chosen on the page; give it in the run", name))
+            known_one = nearest(text_of(value), PRESETS) if name == "objective.teacher" else ""
+            problems.append(Problem(f"cannot be chosen on the page; give it in the run{known_one}", name))
         else:
             found[name] = text_of(value)
     if problems:

@@ -78,7 +78,8 @@
     drawEvents();
     const points = last.runs.reduce((sum, run) => sum + run.points, 0);
     document.getElementById("headline").textContent = last.runs.length === 0 ? "no run is here yet"
-      : points.toLocaleString("en") + " points" + (last.runs.some((run) => run.reading) ? ", still reading" : "");
+      : points.toLocaleString("en") + " points" + (last.runs.some((run) => run.reading) ? ", still reading" : "")
+      + (last.left_out ? "; the first " + last.runs.length + " runs by name, " + last.left_out.toLocaleString("en") + " more are not shown" : "");
     document.body.dataset.ready = "yes";
   }
 

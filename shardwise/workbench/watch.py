@@ -39,6 +39,8 @@ class Watch:
             )
         self.folder = folder.resolve()
         self.runs: dict[str, FollowedRun] = {}
+        self.left_out = 0
+        """Runs that are not followed, because there are more than `MOST_RUNS`."""
         self._planned: dict[str, tuple[Stamp | None, dict[str, Any] | None]] = {}
         self._scanned = -math.inf
         self._lock = Lock()
@@ -48,11 +50,13 @@ class Watch:
         began = time.monotonic()
         if began - self._scanned > RESCAN:
             self._scanned = began
-            for folder in run_folders(self.folder)[:MOST_RUNS]:
+            found = run_folders(self.folder)
+            for folder in found[:MOST_RUNS]:
                 inside = folder.relative_to(self.folder).as_posix()
                 name = self.folder.name if inside == "." else inside
                 if name not in self.runs:
                     self.runs[name] = FollowedRun(folder, name)
+            self.left_out = len(set(found) - {run.folder for run in self.runs.values()})
         for run in self.runs.values():
             run.look()
             while run.more and time.monotonic() - began < PATIENCE:
@@ -63,7 +67,7 @@ class Watch:
         asked = Asked.of(question)
         with self._lock:
             self.look()
-            versions = {name: run.version for name, run in self.runs.items()}
+            versions = {"": self.left_out} | {name: run.version for name, run in self.runs.items()}
             # Goodput also changes as time passes; that alone does not count as new.
             if asked.seen == versions:
                 return {"unchanged": True}
@@ -72,6 +76,7 @@ class Watch:
             return {
                 "versions": versions,
                 "runs": [run.summary(now) for run in self.runs.values()],
+                "left_out": self.left_out,
                 "series": {run.name: self._pictures(run, asked) for run in chosen},
                 "ranks": {run.name: _ranks(run) for run in chosen},
                 "samples": {run.name: list(run.samples)[-SHOWN_SAMPLES:] for run in chosen},

@@ -108,6 +108,8 @@ def test_every_key_is_offered_once_or_left_out_on_purpose() -> None:
         ({"changes": {"cluster.chip": "/etc/chip.TOML "}}, "cannot be chosen"),
         ({"changes": {"data.sets": "/etc"}}, "cannot be chosen"),
         ({"changes": {"objective.teacher": "/etc"}}, "cannot be chosen"),
+        ({"changes": {"objective.teacher": "lama3-70b"}}, "cannot be chosen.* did you mean llama3-70b"),
+        ({"changes": {"objective.teacher": "\udcff"}}, "lone surrogate"),
     ],
 )
 def test_a_question_that_is_none_is_refused(content: Any, word: str) -> None:

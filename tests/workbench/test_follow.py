@@ -200,6 +200,20 @@ def test_a_watch_answers_what_is_new(tmp_path: Path) -> None:
     assert watch.answer({"metrics": ["tokens_per_s"]})["series"]["one"].keys() == {"tokens_per_s"}
 
 
+def test_runs_that_are_not_shown_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.workbench.watch.MOST_RUNS", 2)
+    monkeypatch.setattr("shardwise.workbench.watch.RESCAN", -1.0)
+    for name in "bac":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.toml").touch()
+    watch = Watch(tmp_path)
+    first = watch.answer({})
+    assert ([run["name"] for run in first["runs"]], first["left_out"]) == (["a", "b"], 1)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "run.toml").touch()
+    assert watch.answer({"seen": first["versions"]})["left_out"] == 2
+
+
 def posted(app: ASGIApp, path: str, content: Any) -> Any:
     """The JSON that a page's question is answered with, without a server."""
     sent: list[bytes] = []

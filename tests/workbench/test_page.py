@@ -160,6 +160,18 @@ def test_a_chip_is_a_change_and_layouts_stand_side_by_side(bench: Served, page: 
     settled(page)
 
 
+@pytest.mark.drawn(group="browser")
+def test_a_search_that_another_tab_ends_is_told(bench: Served, page: Browser) -> None:
+    """It said "Searching…" for ever."""
+    change(page, {"model.preset": "llama3-405b", "cluster.nodes": "1024"})
+    remark = "document.querySelector('#ranking .remark').textContent"
+    page.until(f"{remark}.startsWith('Searching')")
+    bench.ask("/api/ranking", {"changes": {"train.global_batch": "0"}})
+    page.until(f"{remark}.startsWith('Another tab')")
+    change(page, {})  # what was found for these keys before is asked for again
+    page.until(f"{remark}.includes('layouts of this model')")
+
+
 def test_the_mesh_tells_what_a_rank_holds(page: Browser) -> None:
     change(page, {})
     page.js("document.getElementById('mesh').scrollIntoView()")

@@ -82,6 +82,16 @@ def test_runs_are_shown_and_followed(tmp_path: Path) -> None:
         assert not page.complaints
 
 
+@pytest.mark.drawn(group="browser")
+def test_runs_that_are_not_shown_are_told(tmp_path: Path) -> None:
+    for number in range(67):
+        (tmp_path / f"run-{number}").mkdir()
+        (tmp_path / f"run-{number}" / "metrics.jsonl").write_text(record(1, random.Random(number)))
+    with served("watch", str(tmp_path)) as watch, browser() as page:
+        page.open(watch.address)
+        assert headline(page) == f"{8 * 64} points; the first 64 runs by name, 3 more are not shown"
+
+
 @pytest.mark.large("a million points: that their number does not matter to the page, nor following them to the machine")
 def test_a_million_points_are_drawn_at_once_and_followed_for_little(tmp_path: Path) -> None:
     write(tmp_path / "long", range(1, 125_001))
