@@ -110,8 +110,8 @@ def money(amount: float, currency: str = "$") -> str:
     return f"{currency}{amount:,.0f}" if amount < 999_999.5 else currency + count(amount)
 
 
-def price(amount: float) -> str:
-    """A price; 0 means that none is known."""
+def price(amount: float | None) -> str:
+    """A price; None or 0 means that none is known."""
     return money(amount) if amount else DASH
 
 

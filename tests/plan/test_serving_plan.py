@@ -230,6 +230,13 @@ def test_a_rate_that_piles_requests_up_is_not_held_without_limits_either(request
     assert plans[5000].as_dict()["requests_per_s"] < 100
 
 
+def test_answers_that_nobody_gets_have_no_price() -> None:
+    """Nor is NaN JSON."""
+    plan = plan_serving(run_of("serve.input_tokens=100", "model.max_positions=50")).as_dict()
+    assert plan["failed"] == plan["requests"]
+    assert json.loads(json.dumps(plan, allow_nan=False))["cost"]["usd_per_million_output_tokens"] is None
+
+
 def test_a_client_stays_with_its_replica() -> None:
     """So replicas without a client do not make the others faster."""
     speeds = {}

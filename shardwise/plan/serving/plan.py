@@ -54,7 +54,7 @@ class ServingPlan:
         """For programs: the same keys as a measured load, and memory, layout and cost."""
         found = self.figures.as_dict()
         hours = self.figures.seconds / 3600
-        tokens = found["output_tokens"] or math.nan
+        tokens = found["output_tokens"]
         layout = self.run.layout
         speed, error = found["output_tokens_per_s"], self.facts.error
         return found | {
@@ -67,7 +67,7 @@ class ServingPlan:
             "speculation": self._speculation(),
             "cost": {
                 "usd_per_hour": self.usd_per_hour,
-                "usd_per_million_output_tokens": self.usd_per_hour * hours / tokens * 1e6,
+                "usd_per_million_output_tokens": self.usd_per_hour * hours / tokens * 1e6 if tokens else None,
             },
         }  # fmt: skip
 
