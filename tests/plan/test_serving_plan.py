@@ -19,7 +19,7 @@ from shardwise.plan.serving.cost import Serving
 from shardwise.plan.serving.drafting import acceptance_of, tokens_a_step
 from shardwise.plan.serving.engines import FORMATS, OURS
 from shardwise.plan.serving.plan import layouts_of, plan_serving, search_serving
-from shardwise.plan.serving.pool import serving_memory
+from shardwise.plan.serving.pool import host_pages, serving_memory
 from shardwise.plan.serving.simulate import EngineSize, requests_of, simulate, step_sizes
 from shardwise.plan.serving.step_time import Spent, StepTime
 from shardwise.run import Run, UserError, read_planned, read_run
@@ -235,6 +235,17 @@ def test_answers_that_nobody_gets_have_no_price() -> None:
     plan = plan_serving(run_of("serve.input_tokens=100", "model.max_positions=50")).as_dict()
     assert plan["failed"] == plan["requests"]
     assert json.loads(json.dumps(plan, allow_nan=False))["cost"]["usd_per_million_output_tokens"] is None
+
+
+def test_pages_of_a_stage_without_layers_are_not_endless() -> None:
+    """They hold no bytes: as many as the host has bytes were listed one by one, until the machine had no memory left."""
+    model = ("layers=1", "hidden=64", "heads=4", "kv_heads=4", "head_dim=16", "ffn=64")
+    words = ("layout.pipeline=2", "cluster.devices_per_node=2", "serve.preemption=swap", "serve.max_sequences=4")
+    run = run_of(*(f"model.{word}" for word in model), *words)
+    memory = serving_memory(run, cluster_of(run).chip)
+    assert memory.page == 0
+    assert host_pages(run, memory) == 4 * 8192 // 64 + 1
+    assert plan_serving(run).figures.as_dict()["failed"] == 0
 
 
 def test_a_client_stays_with_its_replica() -> None:

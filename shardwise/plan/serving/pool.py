@@ -166,11 +166,16 @@ def stage_memory(run: Run, stage: int, chip: Chip, total: int = 0, weights: int 
     room = int((total or device_bytes(chip)) * (1 - run.cluster.headroom)) - taken
     if serve.memory_gib:
         room = int(serve.memory_gib * 2**30)
-    most = serve.max_sequences * -(-run.model.max_positions // serve.page_tokens) + 1
-    pages = max(0, min(room // max(1, page), most))
+    pages = max(0, min(room // max(1, page), most_pages(run)))
     return ServingMemory(weights, activations, libraries, page, pages, draft_weights)
 
 
+def most_pages(run: Run) -> int:
+    """Pages that all sequences could ever fill, and the one that is never given away."""
+    return run.serve.max_sequences * -(-run.model.max_positions // run.serve.page_tokens) + 1
+
+
 def host_pages(run: Run, memory: ServingMemory) -> int:
-    """Pages that may be swapped to the host."""
-    return int(run.serve.swap_gib * 2**30) // max(1, memory.page) if run.serve.preemption == "swap" else 0
+    """Pages that may be swapped to the host. Those of a stage without layers hold no bytes, and there would be billions."""
+    room = int(run.serve.swap_gib * 2**30) // max(1, memory.page)
+    return min(room, most_pages(run)) if run.serve.preemption == "swap" else 0
