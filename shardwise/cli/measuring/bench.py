@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -28,6 +29,7 @@ HELP = """Measure this machine: GEMMs, attention, copies, the host overhead of a
 --serve measures the steps of the serving engine. Use the profile with `shardwise plan RUN --cluster.profile=FILE`."""
 
 SECONDS, QUICK_SECONDS = 60.0, 10.0
+MOST_RANKS = 4096
 COLUMNS = ("size(B)", "count", "type", "redop", "time(us)", "algbw(GB/s)", "busbw(GB/s)")
 """Column names of nccl-tests."""
 
@@ -104,10 +106,11 @@ def _check(args: argparse.Namespace, environment: RankEnvironment | None) -> Non
         raise UserError(f"shardwise bench takes no run without --rehearse, so it has no --{key}")
     if args.rank is not None and not args.run:
         problems.append(Problem("is the rank of --rehearse; --ranks is a number of ranks", "--rank", "command line"))
-    if args.ranks is not None and args.ranks < 1:
-        problems.append(Problem(f"is {args.ranks}, but a machine has at least one rank", "--ranks", "command line"))
-    if args.seconds is not None and not args.seconds > 0:
-        problems.append(Problem(f"is {args.seconds:g}, but has to be above 0", "--seconds", "command line"))
+    if args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS:
+        what = f"is {args.ranks}, but a machine has at least one rank and {MOST_RANKS:,} at most"
+        problems.append(Problem(what, "--ranks", "command line"))
+    if args.seconds is not None and not 0 < args.seconds < math.inf:
+        problems.append(Problem(f"is {args.seconds:g}, but has to be above 0 and finite", "--seconds", "command line"))
     if args.only == "collectives" and environment is None and (args.ranks or 1) < 2:
         problems.append(Problem("needs --ranks of 2 or more", "--only collectives", "command line"))
     if environment is not None and args.ranks not in (None, environment.world_size):

@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Generate and print."""
     limits = (
-        ("--max-tokens", args.max_tokens, args.max_tokens >= 1, "at least 1"),
+        ("--max-tokens", args.max_tokens, 1 <= args.max_tokens < 2**31, "at least 1 and below 2^31"),
         ("--temperature", args.temperature, args.temperature >= 0, "at least 0"),
-        ("--top-k", args.top_k, args.top_k >= 0, "at least 0"),
+        ("--top-k", args.top_k, 0 <= args.top_k < 2**31, "at least 0 and below 2^31"),
         ("--top-p", args.top_p, 0 < args.top_p <= 1, "above 0 and at most 1"),
         ("--min-p", args.min_p, 0 <= args.min_p <= 1, "between 0 and 1"),
     )

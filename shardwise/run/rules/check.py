@@ -142,6 +142,7 @@ def _model_rules(run: Run) -> Iterator[Rule]:
         other = m.position != "rotary" or m.qk_norm or m.bias != "none"
         yield Rule(other, "model.attention", ("model.position", "model.qk_norm", "model.bias"),
                    lambda: 'latent attention needs position = "rotary", bias = "none" and qk_norm = false')
+    yield Rule(0 < run.serve.rate < 1e-9, "serve.rate", (), lambda: f"{run.serve.rate} is less than one request in 30 years")
     yield Rule(m.position == "alibi" and run.serve.kv_dtype == "fp8", "serve.kv_dtype", ("model.position",),
                lambda: "fp8 cannot hold the positions that ALiBi stores with the keys; use auto")
     if m.experts:

@@ -14,7 +14,7 @@ class ServeConfig:
 
     rate: float = key(0.0, "requests per second, at random times (Poisson); 0: see concurrency", least=0)
     concurrency: int = key(0, "clients; each sends its next request after the answer to the last", least=0)
-    requests: int = key(0, "requests in the planned load; 0: enough to reach the steady state", least=0)
+    requests: int = key(0, "requests in the planned load; 0: enough to reach the steady state", least=0, most=1e6)
     input_tokens: str = key("512", "lengths of prompts")
     output_tokens: str = key("128", "lengths of answers")
     ttft_ms: float = key(0.0, "goodput: limit on the time to first token, in ms; 0: none", least=0)
@@ -39,7 +39,7 @@ class ServeConfig:
     )
     swap_gib: float = key(4.0, "swap: GiB of host memory for pages", least=0)
     invariant: bool = key(False, "batch invariance: a request gets the same bits whatever else is in the batch; slower")
-    memory_gib: float = key(0.0, "GiB for the KV cache; 0: all memory that the plan leaves free", least=0)
+    memory_gib: float = key(0.0, "GiB for the KV cache; 0: all memory that the plan leaves free", least=0, most=1e6)
     speculate: Literal["none", "ngram", "draft"] = key(
         "none",
         "speculative decoding: a step verifies several guessed tokens; ngram: guess what followed the same tokens before; draft: "
