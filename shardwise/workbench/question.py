@@ -41,6 +41,9 @@ START = {
 FILES = ("cluster.profile", "data.sets", "data.validation")
 """Keys that name files which a plan reads. Users of the page may plan, but not look at other files."""
 
+HALF, NO_TEXT = re.compile("[\ud800-\udfff]"), "has half of a character (a lone surrogate), which no file can hold"
+"""What JSON and a command line can hold and UTF-8 cannot."""
+
 Keys = dict[str, str]
 """Full keys and their values, as on a command line."""
 
@@ -81,6 +84,8 @@ def base_of(path: str | None, overrides: list[str]) -> Base:
         if name == "layout":
             given = {key: old for key, old in given.items() if not key.startswith("layout.")}
         given["layout.auto" if name == "layout" else name] = "true" if name == "layout" else value
+    if broken := [name for name, value in given.items() if HALF.search(value)]:
+        raise UserError(*(Problem(NO_TEXT, name) for name in broken))
     return Base(given)
 
 
@@ -115,8 +120,8 @@ def changes_of(content: Any) -> Keys:
             problems.append(Problem("there is no such key", name[:100]))
         elif isinstance(value, list | dict) or value is None or len(text_of(value)) > MOST_TEXT:
             problems.append(Problem(f"is not a text of up to {MOST_TEXT} characters, a number, true or false", name))
-        elif re.search("[\ud800-\udfff]", text_of(value)):
-            problems.append(Problem("has half of a character (a lone surrogate), which no file can hold", name))
+        elif HALF.search(text_of(value)):
+            problems.append(Problem(NO_TEXT, name))
         elif name in FILES or name.startswith("serve.") or _is_file(name, text_of(value)):
             known_one = nearest(text_of(value), PRESETS) if name == "objective.teacher" else ""
             problems.append(Problem(f"cannot be chosen on the page; give it in the run{known_one}", name))

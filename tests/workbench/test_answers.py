@@ -12,7 +12,7 @@ import pytest
 from base_runs import BASE, drawn
 
 from shardwise.cli.main import main
-from shardwise.run import PRESETS, read_planned
+from shardwise.run import PRESETS, UserError, read_planned
 from shardwise.run.config import all_keys
 from shardwise.workbench.app import Workbench
 from shardwise.workbench.changes import faster_changes
@@ -115,6 +115,12 @@ def test_every_key_is_offered_once_or_left_out_on_purpose() -> None:
 def test_a_question_that_is_none_is_refused(content: Any, word: str) -> None:
     with pytest.raises(Exception, match=word):
         changes_of(content)
+
+
+def test_a_workbench_begins_with_no_half_of_a_character() -> None:
+    """Every page answered with 500."""
+    with pytest.raises(UserError, match="name: has half of a character"):
+        base_of(None, ["name=a\udcff"])
 
 
 def test_a_schedule_of_several_stages_without_a_pipeline_has_a_timeline() -> None:
