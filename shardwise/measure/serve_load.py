@@ -82,7 +82,7 @@ def verify_load(run: Run, say: Callable[[str], None] = lambda text: None) -> Loa
     run = here(run)
     say("starting an engine of random weights")
     engine = ready_engine(run)
-    asked = requests_of(run.serve, run.train.seed)
+    asked = requests_of(run.serve, run.train.seed, run.layout.replicate)
 
     def tell(done: int) -> None:
         say(f"{done} of {len(asked)} answered")

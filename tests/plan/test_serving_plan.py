@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from engines import engine_of
@@ -246,6 +246,22 @@ def test_pages_of_a_stage_without_layers_are_not_endless() -> None:
     assert memory.page == 0
     assert host_pages(run, memory) == 4 * 8192 // 64 + 1
     assert plan_serving(run).figures.as_dict()["failed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("load", "engines", "requests"),
+    [
+        (dict(concurrency=1000), 1, 2048),
+        (dict(concurrency=1000), 4, 4000),
+        (dict(concurrency=10), 4, 800),
+        (dict(rate=9.0), 4, 2048),
+        (dict(rate=9.0), 32, 6400),
+        (dict(rate=9.0, requests=7), 32, 7),
+    ],
+)
+def test_every_engine_gets_enough_requests(load: dict[str, Any], engines: int, requests: int) -> None:
+    """4,096 clients of eight engines sent half a request each, and no engine ran as many as it could."""
+    assert len(requests_of(ServeConfig(**load), engines=engines)) == requests
 
 
 def test_a_client_stays_with_its_replica() -> None:

@@ -121,8 +121,9 @@ def _of_run(run: Run) -> dict[str, Any]:
     serve = run.serve
     if not (serve.rate or serve.concurrency):
         raise UserError(Problem("the run has no load: set serve.rate or serve.concurrency", "--plan", "command line"))
+    asked = requests_of(serve, run.train.seed, run.layout.replicate)
     return dict(
-        requests=len(requests_of(serve, run.train.seed)), rate=serve.rate, concurrency=serve.concurrency, seed=run.train.seed,
+        requests=len(asked), rate=serve.rate, concurrency=serve.concurrency, seed=run.train.seed,
         input=parse_lengths(serve.input_tokens, "serve.input_tokens"),
         output=parse_lengths(serve.output_tokens, "serve.output_tokens"),
     )  # fmt: skip

@@ -113,7 +113,7 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
     guessing = None if draft is None else StepTime.of_run(draft, cluster, 1)
     size = EngineSize(memory.pages, host_pages(run, memory), model.max_positions, model.sliding_window)
     arrive = times.facts.profile.serve_arrive if over_http else 0.0
-    asked = requests_of(serve, run.train.seed)
+    asked = requests_of(serve, run.train.seed, layout.replicate)
     # A client stays with its replica; with a rate, every request is a client of its own.
     clients_of = [n if serve.rate else n % max(1, serve.concurrency) for n in range(len(asked))]
     shares: list[list[LoadRequest]] = [[] for _ in range(layout.replicate)]

@@ -21,8 +21,8 @@ from shardwise.schedules.serving import PagePool, Scheduler, Sequence, Settings
 from shardwise.schedules.serving.figures import TOO_LONG, Limits, LoadFigures, RequestTimes
 from shardwise.schedules.serving.sequence import Step
 
-STEADY = 4
-"""Where a run gives no number of requests: this many times those that run at once, and at least 200."""
+STEADY, FEWEST = 4, 200
+"""Where a run gives no number of requests: this many times those that run at once, and at least so many on each engine."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,11 @@ class RunningRequest:
     first: float = 0.0
 
 
-def requests_of(serve: ServeConfig, seed: int = 0) -> list[LoadRequest]:
-    """The requests of a run's load."""
-    usual = max(200, STEADY * min(serve.concurrency or serve.max_sequences, serve.max_sequences))
+def requests_of(serve: ServeConfig, seed: int = 0, engines: int = 1) -> list[LoadRequest]:
+    """The requests of a run's load on so many engines. Clients run at once as far as the engines let them; of a rate nobody knows
+    before how many do, and what one engine lets run is enough."""
+    at_once = min(serve.concurrency, serve.max_sequences * engines) or serve.max_sequences
+    usual = max(FEWEST * engines, STEADY * at_once)
     inputs = parse_lengths(serve.input_tokens, "serve.input_tokens")
     outputs = parse_lengths(serve.output_tokens, "serve.output_tokens")
     return draw_load(serve.requests or usual, serve.rate, inputs, outputs, seed)
