@@ -27,6 +27,8 @@ NAMED: dict[str, dict[str, Any]] = {
     "budget of unlike ranks": dict(layers=5, layout=dict(recompute="budget", recompute_budget=2.0)),
     "operations": dict(layout=dict(recompute="operations", recompute_operations=["ffn"])),
     "host": dict(memory=dict(activations="host")),
+    "bits": dict(memory=dict(activation_bits=4)),
+    "lossless": dict(activation="relu2", memory=dict(lossless=True)),
     "dpo": dict(objective=dict(kind="dpo")),
     "dpo lora": dict(objective=dict(kind="dpo"), adapter=dict(kind="lora", rank=16)),
     "bpipe": dict(layers=16, layout=dict(schedule="bpipe", pipeline=4), cluster=dict(intra_gbs=20.0)),
@@ -37,7 +39,10 @@ SHOWN = 12
 
 def made(name: str) -> Run:
     keys = NAMED[name]
-    model = dict(layers=keys.get("layers", 8), hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000)
+    model: dict[str, Any] = dict(
+        layers=keys.get("layers", 8), hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000
+    )
+    model["activation"] = keys.get("activation", "swiglu")
     train = dict(seq_len=4096, global_batch=16, dtype="bfloat16")
     layout = dict(auto=True) | keys.get("layout", {})
     cluster = dict(chip="h100", nodes=1, devices_per_node=4) | keys.get("cluster", {})
@@ -68,6 +73,13 @@ def test_optimal_recomputation_is_refused_with_its_reason() -> None:
         run_from_dict(
             dict(layout=dict(auto=True, recompute="optimal", recompute_budget=1.0), cluster=dict(chip="h100", nodes=1))
         )
+
+
+def test_a_search_of_lossless_saved_tensors_finds_a_layout() -> None:
+    """One rule took its arrays for numbers, and the search ended in a traceback."""
+    found = search(made("lossless"), keep=1).best.run
+    assert found.memory.lossless
+    assert found.layout.recompute == "none"
 
 
 @pytest.mark.drawn(2)
