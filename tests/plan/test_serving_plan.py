@@ -357,6 +357,20 @@ def test_a_search_that_finds_nothing_says_why(words: list[str], phrase: str) -> 
         search_serving(run)
 
 
+def test_replicas_need_not_be_a_power_of_two() -> None:
+    """A load that five engines hold, and four do not, is planned with five; all devices may serve, also six."""
+    words = ["layout=auto", "layout.tensor=1", "serve.concurrency=0", "serve.requests=300", "serve.input_tokens=2000"]
+    words += ["serve.output_tokens=20", "serve.rate=100", "cluster.devices_per_node=8"]
+    run = read_planned(None, [*PLACE, *LOAD, *words]).run
+    best = search_serving(run)[0]
+    assert best.holds
+    assert best.devices == 5
+    fewer = replace(run.layout, auto=False, fixed=(), replicate=best.run.layout.replicate - 1)
+    assert not plan_serving(replace(run, layout=fewer)).holds
+    six = read_planned(None, [*PLACE, *LOAD, *words, "cluster.devices_per_node=6"]).run
+    assert [candidate.layout.replicate for candidate in layouts_of(six)] == [1, 2, 4, 6]
+
+
 def test_lengths_that_do_not_fit_are_counted_as_failed() -> None:
     found = plan_serving(run_of("serve.input_tokens=U(8000,9000)")).as_dict()
     assert 0 < found["failed"] < found["requests"]

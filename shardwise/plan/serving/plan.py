@@ -167,17 +167,35 @@ def _keeps_pace(made: Sequence[RequestTimes]) -> bool:
 
 
 def layouts_of(run: Run) -> Iterator[Run]:
-    """Layouts on the cluster's devices with the run's fixed keys, the fewest devices first."""
+    """Layouts on the cluster's devices with the run's fixed keys, the fewest devices first: of replicas the powers of two, and as
+    many as there is room for."""
     cluster, lay = cluster_of(run), run.layout
     others = lay.world // (lay.replicate * lay.tensor)
     sizes = [2**n for n in range(cluster.devices.bit_length())]
     tensors = [size for size in sizes if size <= cluster.domain and run.model.heads % size == 0]
     tensors = [lay.tensor] if "tensor" in lay.fixed else tensors
-    replicates = [lay.replicate] if "replicate" in lay.fixed else sizes
-    for devices, tensor, replicate in sorted((t * r * others, t, r) for t in tensors for r in replicates):
-        if devices <= cluster.devices:
+
+    def replicates(tensor: int) -> set[int]:
+        most = cluster.devices // (tensor * others)
+        return {lay.replicate} if "replicate" in lay.fixed else {*(size for size in sizes if size < most), most}
+
+    for devices, tensor, replicate in sorted((t * r * others, t, r) for t in tensors for r in replicates(t)):
+        if 0 < devices <= cluster.devices:
             layout = replace(lay, auto=False, fixed=(), replicate=replicate, tensor=tensor)
             yield replace(run, layout=layout)
+
+
+def _replicas_between(plans: list[ServingPlan]) -> Iterator[ServingPlan]:
+    """Plans with more replicas than the most that do not hold the load, and fewer than the fewest that do, which halve what is left
+    between the two."""
+    enough = min((plan.run.layout.replicate for plan in plans if plan.holds), default=0)
+    few = max((plan.run.layout.replicate for plan in plans if plan.run.layout.replicate < enough), default=enough)
+    while enough - few > 1:
+        middle = (few + enough) // 2
+        run = plans[0].run
+        plan = plan_serving(replace(run, layout=replace(run.layout, replicate=middle)))
+        yield plan
+        few, enough = (few, middle) if plan.holds else (middle, enough)
 
 
 def search_serving(run: Run) -> list[ServingPlan]:
@@ -201,6 +219,9 @@ def search_serving(run: Run) -> list[ServingPlan]:
             found.append(plan_serving(candidate))
         except UserError:
             continue
+    if "replicate" not in run.layout.fixed:
+        for tensor in {plan.run.layout.tensor for plan in found}:
+            found += _replicas_between([plan for plan in found if plan.run.layout.tensor == tensor])
     if not found:
         raise UserError(Problem("no layout of these devices has room for the weights and a sequence", "cluster.nodes"))
 
