@@ -97,9 +97,7 @@ def train_run(run: Run, out: Path | None, quiet: bool) -> TrainResult:
             except KeyboardInterrupt:  # training saves a checkpoint, and reports it
                 with contextlib.suppress(ProcessLookupError):
                     child.send_signal(signal.SIGINT)
-            except (
-                BaseException
-            ):  # what it says cannot be printed: it would go on, without its run file and unknown to anybody
+            except BaseException:  # its output cannot be printed: nobody would know of it, and its run file goes
                 child.terminate()
                 child.communicate()
                 raise
