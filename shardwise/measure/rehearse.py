@@ -41,7 +41,7 @@ from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.time.step import rank_time
 from shardwise.plan.trainer.memory import memory_of_rank
 from shardwise.run import Problem, Run, UserError
-from shardwise.run.coordinates import GROUPS, RankCoordinates, group_span
+from shardwise.run.ranks.coordinates import GROUPS, RankCoordinates, group_span
 from shardwise.trace.kernel_names import category_of
 from shardwise.train import cuda_graph, tune_gemms
 from shardwise.train.step import TrainState

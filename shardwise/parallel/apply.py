@@ -39,7 +39,6 @@ from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.plan.trainer.ends import handed_bytes
 from shardwise.run import Run
-from shardwise.run.boxes import box_of
 from shardwise.run.derive import (
     chunk_bytes,
     chunks_loss,
@@ -50,6 +49,7 @@ from shardwise.run.derive import (
 )
 from shardwise.run.parameters import Cut, Parameter, find_parameter, matrix_of
 from shardwise.run.parametrization import initial_factor
+from shardwise.run.ranks.boxes import box_of
 from shardwise.run.sections.adapter import NF4_BLOCK
 from shardwise.schedules import Schedule, make_schedule
 from shardwise.torch_private import cache_custom_autograd_functions, compile_layers_whole

@@ -2,8 +2,8 @@
 
 Tensor parallelism has its original form (Shoeybi et al. 2019): matrices are cut into columns, then rows, and the ranks' partial
 results are all-reduced, two times tokens x hidden elements per layer, and once for the embedding. The head is cut by vocabulary,
-and its logits are gathered, rows x vocabulary elements, so that every rank samples the same tokens. `run/served.py` places the
-experts, whole or cut into columns. Each rank routes all tokens and computes the experts or columns it holds, and one all-reduce
+and its logits are gathered, rows x vocabulary elements, so that every rank samples the same tokens. `run/ranks/served.py` places
+the experts, whole or cut into columns. Each rank routes all tokens and computes the experts or columns it holds, and one all-reduce
 sums these and the shared experts. Stages send the residual stream on, tokens x hidden elements per step.
 
 A ring all-reduce sums elements in an order that depends on their position in the message, so a token's sum depends on the batch.
@@ -36,7 +36,7 @@ from shardwise.parallel.local_parameter import allocate_buffers, leaves
 from shardwise.parallel.p2p import irecv, isend
 from shardwise.run import LayoutConfig, ModelConfig
 from shardwise.run.parameters import find_parameter
-from shardwise.run.served import ServingRank
+from shardwise.run.ranks.served import ServingRank
 
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 """Returns the box of a named tensor of the full model, given its offset and size."""

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.model.compute_copy import ComputeCopy
-from shardwise.run.boxes import Box, box_of
 from shardwise.run.parameters import Cut, Parameter
+from shardwise.run.ranks.boxes import Box, box_of
 from shardwise.torch_private import is_persistent
 
 if TYPE_CHECKING:  # reading weights imports this file, and device meshes take half a second to import

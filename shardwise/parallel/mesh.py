@@ -1,4 +1,4 @@
-"""The process groups of a rank: one for every axis or grouping of more than one rank. `run/coordinates.py` defines their
+"""The process groups of a rank: one for every axis or grouping of more than one rank. `run/ranks/coordinates.py` defines their
 members."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.run import LayoutConfig
-from shardwise.run.coordinates import GROUPS, RankCoordinates
+from shardwise.run.ranks.coordinates import GROUPS, RankCoordinates
 
 PIPELINE_GROUPS = ("pipeline_back", "tied", "mirror")
 """More groups whose traffic counts as the pipeline's: messages back to the previous stage, the two ends of a tied embedding, two

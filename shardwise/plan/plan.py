@@ -24,7 +24,7 @@ from shardwise.plan.trainer.state import activations_away
 from shardwise.plan.trainer.traffic import traffic
 from shardwise.plan.trainer.work import work
 from shardwise.run import AXES, LayoutConfig, ModelConfig, Run, to_dict
-from shardwise.run.coordinates import group_span
+from shardwise.run.ranks.coordinates import group_span
 from shardwise.run.vocabulary import INDEX, vocabulary_of
 
 RANKED = ("zero", "schedule", "chunks", "recompute", "recompute_budget", "context_method")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.run.served import ServingRank
+from shardwise.run.ranks.served import ServingRank
 
 END = "end"
 LAST = object()

@@ -1,4 +1,4 @@
-"""An engine on several ranks: the tensor, pipeline and expert ranks of a replica, and replicas (`run/served.py` assigns the
+"""An engine on several ranks: the tensor, pipeline and expert ranks of a replica, and replicas (`run/ranks/served.py` assigns the
 roles).
 
 Every rank reads its shard of the weights and has the number of pages that the plan allows. The first rank then has an engine like

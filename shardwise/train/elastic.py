@@ -27,7 +27,7 @@ from shardwise.checkpoint.state import buffers
 from shardwise.parallel.local_parameter import local
 from shardwise.parallel.members import Answer, ElasticOuter, Members, Place
 from shardwise.run import Run
-from shardwise.run.coordinates import ranks_of_replica
+from shardwise.run.ranks.coordinates import ranks_of_replica
 from shardwise.train.faults.guard import History
 from shardwise.train.progress.metrics import Metrics, read_metrics
 from shardwise.train.step_state import StepState

@@ -24,7 +24,7 @@ from shardwise.model.invariant.network import check_invariant, make_invariant
 from shardwise.plan.serving.pool import device_bytes
 from shardwise.plan.serving.rollouts import RolloutMemory, as_served, rollout_memory
 from shardwise.run import Run, UserError
-from shardwise.run.served import ServingRank
+from shardwise.run.ranks.served import ServingRank
 from shardwise.serve.engine import Engine
 from shardwise.serve.prepare import check_served, runner_of, runner_of_kind
 from shardwise.serve.request import Request, Sampling

@@ -21,7 +21,7 @@ import numpy as np
 from shardwise.data.prompts import Prompt, Prompts
 from shardwise.data.tokenizer import END_NAMES, Tokenizer
 from shardwise.run import LayoutConfig, Run
-from shardwise.run.served import ServingRank
+from shardwise.run.ranks.served import ServingRank
 from shardwise.serve.request import Sampling
 from shardwise.train.step import TrainState
 from shardwise.tune.advantages import has_variance, overlong_penalty

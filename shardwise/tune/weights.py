@@ -30,8 +30,8 @@ from shardwise.parallel.local_parameter import leaves, local
 from shardwise.plan.serving.pool import served_layers
 from shardwise.plan.serving.rollouts import as_served
 from shardwise.plan.serving.weight_sync import Moves, WeightSync, is_whole, made_box, needed
-from shardwise.run.boxes import Box
 from shardwise.run.parameters import factors_of, find_parameter, magnitude_of, scales_of
+from shardwise.run.ranks.boxes import Box
 from shardwise.run.sections.adapter import NF4_BLOCK
 from shardwise.torch_private import is_persistent
 from shardwise.train.step import TrainState

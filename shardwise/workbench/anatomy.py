@@ -9,8 +9,8 @@ from typing import Any
 from shardwise.plan.cost.flops import keys_seen
 from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.run import Run
-from shardwise.run.coordinates import GROUPS, group_span
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters
+from shardwise.run.ranks.coordinates import GROUPS, group_span
 
 SHOWN_GROUPS = tuple(group for group in GROUPS if group not in ("world", "sequence", "zero", "expert_shard"))
 

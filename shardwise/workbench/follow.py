@@ -13,7 +13,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from shardwise.run.named_model import RUN_FILE
+from shardwise.run.second_models.named_model import RUN_FILE
 from shardwise.train.faults.goodput import EVENTS_FILE, goodput
 from shardwise.train.progress.metrics import FILE, parse_record
 from shardwise.workbench.columns import Series

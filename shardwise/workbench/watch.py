@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.plan.plan import plan
 from shardwise.run import Problem, UserError, read_planned
-from shardwise.run.named_model import RUN_FILE
+from shardwise.run.second_models.named_model import RUN_FILE
 from shardwise.workbench.follow import FollowedRun, run_folders
 
 MOST_RUNS = 64

@@ -33,7 +33,7 @@ from shardwise.model.rope import apply_rope, rope_cos_sin
 from shardwise.run import LayoutConfig, ModelConfig
 from shardwise.run.derive import derive_model
 from shardwise.run.parameters import find_parameter
-from shardwise.run.served import ServingRank
+from shardwise.run.ranks.served import ServingRank
 from shardwise.serve import sampler
 
 CPU = torch.device("cpu")

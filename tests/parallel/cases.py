@@ -15,7 +15,7 @@ from shardwise.model.layers import at_least_float32
 from shardwise.parallel.local_parameter import local, local_box
 from shardwise.run import LayoutConfig, Run, UserError, run_from_dict
 from shardwise.run.axes import ASYNCHRONOUS
-from shardwise.run.boxes import Box
+from shardwise.run.ranks.boxes import Box
 from shardwise.train.step import TrainState
 
 DENSE = dict(layers=4, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=61, qk_norm=True)

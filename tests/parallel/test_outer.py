@@ -14,7 +14,7 @@ from parallel_pool import RankPool
 
 from shardwise.measure.verify import TOLERANCE, verify_dry, verify_rank
 from shardwise.run import Run
-from shardwise.run.coordinates import RankCoordinates
+from shardwise.run.ranks.coordinates import RankCoordinates
 
 STEPS = 5
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [

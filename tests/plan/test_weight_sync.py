@@ -11,10 +11,10 @@ import pytest
 from shardwise.plan.serving.rollouts import own_weight_bytes, plan_rollouts
 from shardwise.plan.serving.weight_sync import WeightSync, made_box, needed, rollout_layout
 from shardwise.run import Run, UserError, run_from_dict
-from shardwise.run.boxes import Box
-from shardwise.run.coordinates import RankCoordinates
 from shardwise.run.dtypes import DTYPE_BYTES
 from shardwise.run.parameters import find_parameter
+from shardwise.run.ranks.boxes import Box
+from shardwise.run.ranks.coordinates import RankCoordinates
 
 DENSE = dict(layers=4, hidden=64, heads=4, kv_heads=2, vocab=263, ffn=128)
 EXPERTS = DENSE | dict(experts=4, experts_per_token=2, expert_ffn=64, shared_experts=1)

@@ -16,9 +16,9 @@ from shardwise.model.layers import Linear
 from shardwise.model.transformer import Transformer
 from shardwise.run import PRESETS, AdapterConfig, LayoutConfig, ModelConfig
 from shardwise.run.axes import RANK_AXES
-from shardwise.run.coordinates import GROUPS, RankCoordinates
 from shardwise.run.derive import derive_model
 from shardwise.run.parameters import Parameter, find_parameter, first_parameters, last_parameters, layer_parameters
+from shardwise.run.ranks.coordinates import GROUPS, RankCoordinates
 
 
 def drawn_model(seed: int) -> ModelConfig:

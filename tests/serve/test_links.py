@@ -9,7 +9,7 @@ import torch.distributed as dist
 from parallel_pool import RankPool
 
 from shardwise.run import LayoutConfig
-from shardwise.run.served import ServingRank
+from shardwise.run.ranks.served import ServingRank
 from shardwise.serve.links import Links
 
 

@@ -13,7 +13,7 @@ from parallel_pool import RankPool
 
 from shardwise.run import LayoutConfig, UserError, read_served
 from shardwise.run.parameters import first_parameters, last_parameters, layer_parameters
-from shardwise.run.served import ServingRank
+from shardwise.run.ranks.served import ServingRank
 
 SMALL = [
     (dict(tensor=2), ["gpt", "mixtral"]),

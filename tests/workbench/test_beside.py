@@ -13,7 +13,7 @@ from patience import HANG_SECONDS
 
 from shardwise.plan.cost.flops import forward_flops, parameters
 from shardwise.run import UserError
-from shardwise.run.coordinates import RankCoordinates
+from shardwise.run.ranks.coordinates import RankCoordinates
 from shardwise.workbench.answer import answer
 from shardwise.workbench.aside import ENDED, Aside
 from shardwise.workbench.aside import answer as aside_answer

@@ -13,7 +13,7 @@ from shardwise.hardware import Collective, collective_seconds, memory_seconds
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import span
 from shardwise.run.compression import BITS, BLOCK, INDEX, block_bytes
-from shardwise.run.coordinates import group_span
+from shardwise.run.ranks.coordinates import group_span
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 """Bytes after which DistributedDataParallel closes a bucket."""

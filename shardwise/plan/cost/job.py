@@ -31,10 +31,10 @@ from shardwise.run.derive import (
     replays,
 )
 from shardwise.run.dtypes import DTYPE_BYTES
+from shardwise.run.second_models.teacher import teacher_model
 from shardwise.run.sections.adapter import NO_ADAPTER
 from shardwise.run.sections.memory import ALL_ON_DEVICE
 from shardwise.run.sections.objective import FACTS, facts_of
-from shardwise.run.teacher import teacher_model
 
 Number = Any
 """A number, or an array with one entry a layout."""

@@ -19,7 +19,7 @@ from shardwise.hardware import (
     memory_seconds,
 )
 from shardwise.plan.cost.job import Job, Number
-from shardwise.run.coordinates import group_span
+from shardwise.run.ranks.coordinates import group_span
 
 ByPass = tuple[Number, Number, Number]
 """Forward, backward for the input, backward for the weights."""

@@ -22,9 +22,9 @@ from shardwise.plan.serving.served import ServedLoad
 from shardwise.plan.serving.simulate import EngineSize, Simulated, requests_of, simulate
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.run import AXES, Problem, Run, UserError
-from shardwise.run.draft import drafts
 from shardwise.run.load import LoadRequest
 from shardwise.run.rules.check import serving_rules
+from shardwise.run.second_models.draft import drafts
 from shardwise.schedules.serving.figures import LoadFigures, RequestTimes
 
 HOLDS = 0.95

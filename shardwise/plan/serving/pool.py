@@ -11,10 +11,10 @@ from shardwise.hardware.chips import CHIPS, Chip
 from shardwise.hardware.engine_facts import engine_facts
 from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.run import LayoutConfig, ModelConfig, Run
-from shardwise.run.draft import draft_model, drafts
 from shardwise.run.dtypes import DTYPE_BYTES
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters
-from shardwise.run.served import ServingRank
+from shardwise.run.ranks.served import ServingRank
+from shardwise.run.second_models.draft import draft_model, drafts
 from shardwise.run.weights import QUANTIZED, is_reduced, parameter_bytes
 
 PROMPT_ROWS = 256

@@ -35,7 +35,7 @@ from shardwise.run.derive import keeps_compute_copies, planned_on_gpu
 from shardwise.run.dtypes import DTYPE_BYTES
 from shardwise.run.load import LoadRequest
 from shardwise.run.parameters import find_parameter
-from shardwise.run.served import ServingRank
+from shardwise.run.ranks.served import ServingRank
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ from functools import cached_property
 from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.plan.serving.pool import served_layers
 from shardwise.run import LayoutConfig, Run
-from shardwise.run.boxes import Box, box_of
-from shardwise.run.coordinates import RankCoordinates
 from shardwise.run.derive import shard_dim
 from shardwise.run.parameters import (
     Cut,
@@ -31,9 +29,11 @@ from shardwise.run.parameters import (
     magnitude_of,
     scales_of,
 )
+from shardwise.run.ranks.boxes import Box, box_of
+from shardwise.run.ranks.coordinates import RankCoordinates
+from shardwise.run.ranks.served import ServingRank
 from shardwise.run.rules.check import serving_rules
 from shardwise.run.sections.adapter import NF4_BLOCK
-from shardwise.run.served import ServingRank
 
 
 def rollout_layout(run: Run) -> LayoutConfig:

@@ -1,5 +1,5 @@
 """One rank of a run as the trainer sets it up, without torch: its coordinates, pipeline stages, recomputed parts, and parameters
-before ZeRO. `parallel/` makes the same decisions with tensors, from the same `run/parameters.py` and `run/coordinates.py`."""
+before ZeRO. `parallel/` makes the same decisions with tensors, from the same `run/parameters.py` and `run/ranks/coordinates.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from functools import cached_property, lru_cache
 from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.plan.trainer.budgeted import recomputed
 from shardwise.run import Run
-from shardwise.run.coordinates import RankCoordinates
 from shardwise.run.derive import (
     chunks_loss,
     exchanges_gradients,
@@ -22,9 +21,10 @@ from shardwise.run.derive import (
 )
 from shardwise.run.dtypes import DTYPE_BYTES
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters, shard_length
+from shardwise.run.ranks.coordinates import RankCoordinates
+from shardwise.run.second_models.teacher import teacher_run
 from shardwise.run.sections.adapter import AdapterConfig
 from shardwise.run.sections.objective import FACTS, ObjectiveFacts, facts_of, targets_of
-from shardwise.run.teacher import teacher_run
 from shardwise.schedules import PASSES, Schedule, cached_schedule, fewer_rounds
 
 SCALE = 4

@@ -15,7 +15,6 @@ from itertools import chain
 from shardwise.run.axes import ASYNCHRONOUS, RANK_AXES
 from shardwise.run.config import Run
 from shardwise.run.derive import must_launch, tunes_gemms
-from shardwise.run.draft import speculation_rules
 from shardwise.run.problems import counted, nearest
 from shardwise.run.rules.adapter import adapter_layout_rules, adapter_rules
 from shardwise.run.rules.compress import compress_rules
@@ -23,8 +22,9 @@ from shardwise.run.rules.memory import memory_rules, recompute_rules
 from shardwise.run.rules.objective import grpo_rules, objective_rules, sample_rules
 from shardwise.run.rules.rule import Broken, Rule
 from shardwise.run.rules.schedule import schedule_rules
+from shardwise.run.second_models.draft import speculation_rules
+from shardwise.run.second_models.teacher import teacher_layout_rules, teacher_rules
 from shardwise.run.sections.layout import LayoutConfig
-from shardwise.run.teacher import teacher_layout_rules, teacher_rules
 from shardwise.run.weights import head_rule
 
 MOST_ELEMENTS, MOST_TOKENS = 2**58, 2**48

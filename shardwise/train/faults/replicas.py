@@ -21,7 +21,7 @@ from typing import Any
 from shardwise.checkpoint.job import lock_folder
 from shardwise.parallel.members import REPLICA, Place
 from shardwise.run import Run, counted
-from shardwise.run.coordinates import ranks_of_replica
+from shardwise.run.ranks.coordinates import ranks_of_replica
 from shardwise.train.faults.agent import FIRST_HEARTBEAT, Restarts
 from shardwise.train.faults.coordinator import Coordinator, meet
 from shardwise.train.faults.goodput import record_event

@@ -9,8 +9,8 @@ from pathlib import Path
 from shardwise.checkpoint.folder import checkpoint_folder, complete
 from shardwise.checkpoint.job import check_folder
 from shardwise.run import ModelConfig, Run
+from shardwise.run.second_models.teacher import teacher_model
 from shardwise.run.sections.objective import FACTS
-from shardwise.run.teacher import teacher_model
 from shardwise.train.batches.source import Source, TokenSource
 from shardwise.train.progress.metrics import check_installed
 

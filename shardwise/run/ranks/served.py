@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.run.config import ModelConfig
-from shardwise.run.coordinates import RankCoordinates
 from shardwise.run.parameters import Parameter, shard_bounds, shard_length
+from shardwise.run.ranks.coordinates import RankCoordinates
 from shardwise.run.sections.layout import LayoutConfig
 
 

@@ -8,9 +8,9 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from shardwise.run.config import ModelConfig, Run
-from shardwise.run.named_model import named_model
 from shardwise.run.problems import UserError
 from shardwise.run.rules.rule import Rule
+from shardwise.run.second_models.named_model import named_model
 from shardwise.run.sections.adapter import AdapterConfig
 from shardwise.run.sections.objective import ObjectiveConfig, facts_of
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from shardwise.run.config import ModelConfig, Run
-from shardwise.run.named_model import named_model
 from shardwise.run.problems import UserError
 from shardwise.run.rules.rule import Rule
+from shardwise.run.second_models.named_model import named_model
 
 
 def drafts(run: Run) -> int:
