@@ -12,7 +12,8 @@ from shardwise.model.invariant.network import make_invariant
 from shardwise.model.transformer import Transformer
 from shardwise.plan.serving.pool import ServingMemory, device_bytes, draft_run, kv_dtype, serving_memory
 from shardwise.run import PRESETS, Problem, Run, UserError
-from shardwise.run.second_models.draft import drafts, speculation_rules
+from shardwise.run.rules.second_models import speculation_rules
+from shardwise.run.second_models.draft import drafts
 from shardwise.run.weights import head_rule
 from shardwise.serve.runner import Runner
 

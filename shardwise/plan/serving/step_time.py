@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from math import floor, log2, sqrt
 
 from shardwise.hardware import Cluster, collective_seconds, make_cluster
@@ -166,8 +166,8 @@ class StepTime:
         return found[0] + share * (found[1] - found[0])
 
     def _after(self, each: float) -> float:
-        make = lambda size: self._curves.after(self._shape, size)  # noqa: E731
-        return self._kept_at("after", 0.0, each, make)
+        """The factor of the attention of chunks of `each` tokens to those before them."""
+        return self._kept_at("after", 0.0, each, partial(self._curves.after, self._shape))
 
     def _decode(self, sequences: float, keys: float) -> float:
         """All layers of a decode step, one token per sequence."""

@@ -22,8 +22,7 @@ from shardwise.run.rules.memory import memory_rules, recompute_rules
 from shardwise.run.rules.objective import grpo_rules, objective_rules, sample_rules
 from shardwise.run.rules.rule import Broken, Rule
 from shardwise.run.rules.schedule import schedule_rules
-from shardwise.run.second_models.draft import speculation_rules
-from shardwise.run.second_models.teacher import teacher_layout_rules, teacher_rules
+from shardwise.run.rules.second_models import speculation_rules, teacher_layout_rules, teacher_rules
 from shardwise.run.sections.layout import LayoutConfig
 from shardwise.run.weights import head_rule
 
