@@ -46,7 +46,8 @@ def drawn_value(source: random.Random, key: Key) -> str:
         return f"{source.choice([float(each) for each in near if each is not None]):g}"
     words = {"tuple[int, ...]": ["8,8", "4,5,6", "x"], "tuple[float, ...]": ["1,2", "0.5", "-1"]}
     own = {"adapter.targets": ["all", "q,v", "attention", "nothing"], "objective.rewards": ["contains", "number", "x"],
-           "layout.recompute_operations": ["ffn", "attention,norm", "x"]}  # fmt: skip
+           "layout.recompute_operations": ["ffn", "attention,norm", "x"],
+           "objective.teacher": ["llama3-8b", "gpt3-175b"]}  # fmt: skip
     return source.choice(own.get(key.name) or words.get(str(key.type), ["x", "runs/other", "a b"]))
 
 
