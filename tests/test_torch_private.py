@@ -11,6 +11,7 @@ PRIVATE = re.compile(
 )
 ELSEWHERE = {
     "model/gemm/accumulate.py": "a pass of the compiler, which it must not load for everybody",
+    "model/without_gradient.py": "likewise",
     "train/faults/preload.py": "an import for its effect",
 }
 

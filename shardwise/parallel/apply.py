@@ -158,14 +158,16 @@ def compiled(forward: Callable[..., Any], *, accumulates: bool, gathers: bool) -
     one."""
     cache_custom_autograd_functions()
     compile_layers_whole()
-    options: dict[str, Any] = {}
+    from shardwise.model.without_gradient import WITHOUT_GRADIENT  # imports the compiler
+
+    options: dict[str, Any] = {"post_grad_custom_post_pass": WITHOUT_GRADIENT}
     if accumulates:
-        from shardwise.model.gemm.accumulate import ACCUMULATE  # imports the compiler
+        from shardwise.model.gemm.accumulate import ACCUMULATE
 
         options["joint_custom_post_pass"] = ACCUMULATE
     if gathers:
         options |= {"allow_buffer_reuse": False, "inplace_buffers": False}
-    return torch.compile(forward, options=options or None)
+    return torch.compile(forward, options=options)
 
 
 def _cut(model: nn.Module, run: Run, mesh: Mesh, frozen: bool) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.model.operator import differentiate, operator, shape_of
 from shardwise.parallel.activations.saving import note
 from shardwise.torch_private import group_named
 
@@ -88,53 +89,47 @@ def _all_to_all(x: Tensor, group: Group, received: list[int], sent: list[int]) -
     return out
 
 
-@torch.library.custom_op(
-    "shardwise::all_gather", mutates_args=(), schema="(Tensor x, str group, int dim, bool again) -> Tensor"
-)
+@operator("all_gather(Tensor x, str group, int dim, bool again) -> Tensor", differentiable=True)
 def _all_gather_op(x: Tensor, group: str, dim: int, again: bool) -> Tensor:
     # Compiled code reuses the memory of dead tensors, so a shard to gather again must have its own.
     return _gathered(x.clone() if again else x, group_named(group), dim, again)
 
 
-@_all_gather_op.register_fake
+@shape_of(_all_gather_op)
 def _(x: Tensor, group: str, dim: int, again: bool) -> Tensor:
     return x.new_empty(
         [n * (dist.get_world_size(group_named(group)) if d == dim else 1) for d, n in enumerate(x.shape)]
     )
 
 
-@torch.library.custom_op(
-    "shardwise::reduce_scatter", mutates_args=(), schema="(Tensor x, str group, int dim) -> Tensor"
-)
+@operator("reduce_scatter(Tensor x, str group, int dim) -> Tensor", differentiable=True)
 def _reduce_scatter_op(x: Tensor, group: str, dim: int) -> Tensor:
     return reduce_scatter(x, group_named(group), dim)
 
 
-@_reduce_scatter_op.register_fake
+@shape_of(_reduce_scatter_op)
 def _(x: Tensor, group: str, dim: int) -> Tensor:
     return x.new_empty(
         [n // (dist.get_world_size(group_named(group)) if d == dim else 1) for d, n in enumerate(x.shape)]
     )
 
 
-@torch.library.custom_op("shardwise::all_reduce", mutates_args=(), schema="(Tensor x, str group) -> Tensor")
+@operator("all_reduce(Tensor x, str group) -> Tensor", differentiable=True)
 def _all_reduce_op(x: Tensor, group: str) -> Tensor:
     return all_reduced(x.clone(), group_named(group))
 
 
-@_all_reduce_op.register_fake
+@shape_of(_all_reduce_op)
 def _(x: Tensor, group: str) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op(
-    "shardwise::all_to_all", mutates_args=(), schema="(Tensor x, str group, int[] received, int[] sent) -> Tensor"
-)
+@operator("all_to_all(Tensor x, str group, int[] received, int[] sent) -> Tensor", differentiable=True)
 def _all_to_all_op(x: Tensor, group: str, received: list[int], sent: list[int]) -> Tensor:
     return _all_to_all(x, group_named(group), received, sent)
 
 
-@_all_to_all_op.register_fake
+@shape_of(_all_to_all_op)
 def _(x: Tensor, group: str, received: list[int], sent: list[int]) -> Tensor:
     return x.new_empty((sum(received), *x.shape[1:]))
 
@@ -143,16 +138,17 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.rest = inputs[1:]
 
 
-_all_gather_op.register_autograd(
-    lambda ctx, grad: (_reduce_scatter_op(grad, *ctx.rest[:2]), None, None, None), setup_context=_remember
+differentiate(
+    _all_gather_op, lambda ctx, grad: (_reduce_scatter_op(grad, *ctx.rest[:2]), None, None, None), keep=_remember
 )
-_reduce_scatter_op.register_autograd(
-    lambda ctx, grad: (_all_gather_op(grad, *ctx.rest, False), None, None), setup_context=_remember
+differentiate(
+    _reduce_scatter_op, lambda ctx, grad: (_all_gather_op(grad, *ctx.rest, False), None, None), keep=_remember
 )
-_all_reduce_op.register_autograd(lambda ctx, grad: (grad, None), setup_context=_remember)
-_all_to_all_op.register_autograd(
+differentiate(_all_reduce_op, lambda ctx, grad: (grad, None), keep=_remember)
+differentiate(
+    _all_to_all_op,
     lambda ctx, grad: (_all_to_all_op(grad, ctx.rest[0], ctx.rest[2], ctx.rest[1]), None, None, None),
-    setup_context=_remember,
+    keep=_remember,
 )
 
 

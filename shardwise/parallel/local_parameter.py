@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,12 +78,12 @@ class LocalParameter:
         """This rank's slice of the gradient."""
         return None if self.leaf.grad is None else local(self.leaf.grad)
 
-    @property
+    @cached_property
     def cuts(self) -> tuple[Cut, ...]:
         """All cuts, in order."""
         return self.cut if self.shard is None else (*self.cut, self.shard)
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """The groups whose ranks hold different slices."""
         return tuple(cut.axis for cut in self.cuts)

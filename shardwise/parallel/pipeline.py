@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +35,8 @@ from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.observer import Observers
 from shardwise.parallel.p2p import irecv, isend
 from shardwise.parallel.rendezvous import group_of
-from shardwise.parallel.shard import end_forward_passes, reduce_deferred_gradients
-from shardwise.schedules import PASSES, Action, Message, Schedule, message_of, transfers
+from shardwise.parallel.shard import end_forward_passes, prepare_backward, reduce_deferred_gradients, sharded_modules
+from shardwise.schedules import PASSES, Action, Message, Schedule, message_of, messages_to
 from shardwise.schedules.make import cached_schedule
 
 
@@ -102,14 +102,14 @@ def split_backward(model: nn.Module) -> DeferredGradients:
 class P2PChannel:
     """P2P messages between this rank and the other ranks of its pipeline during one step."""
 
-    def __init__(self, mesh: Mesh, like: Tensor, schedule: Schedule | None) -> None:
-        """Without a `schedule`, over all steps: then messages are asked for in the order in which they are sent."""
+    def __init__(self, mesh: Mesh, like: Tensor, expected: Mapping[int, Iterable[Message]] | None) -> None:
+        """`expected`: the messages of the step, by sender, in the order in which they are sent. Without it, over all steps: then
+        messages are asked for in that order."""
         self.ranks = mesh.pipeline_ranks()
         self.me = mesh.index("pipeline")
         self.like = like
         self.mesh = mesh
-        sent = transfers(schedule) if schedule is not None else {}
-        self.expected = {sender: deque(them) for (sender, receiver), them in sent.items() if receiver == self.me}
+        self.expected = {sender: deque(them) for sender, them in (expected or {}).items()}
         self.arriving: dict[Message, tuple[Tensor, Any]] = {}
         self.sending: list[tuple[Tensor, Any]] = []
 
@@ -158,6 +158,11 @@ class Stage:
     roots: dict[int, list[Tensor]] = field(default_factory=dict)
     deferred: dict[int, deque[DeferredGradient]] = field(default_factory=dict)
 
+    @cached_property
+    def sharded(self) -> list[FSDPModule]:
+        """The modules that `fully_shard` handles, found once: it takes longer than a layer's launches."""
+        return list(sharded_modules(self.model)) if isinstance(self.model, FSDPModule) else []
+
 
 class Pipeline:
     """Runs this rank's part of a schedule."""
@@ -183,8 +188,8 @@ class Pipeline:
         self.stages = stages
         self.observers = observers
         self.scales = scales
-        self._set_schedule(schedule)
         self.mesh = mesh
+        self._set_schedule(schedule)
         self.sync_every, self.shards_parameters = zero > 1, mesh.layout.gathers_each_pass
         self.waiting: tuple[Message, int] | None = None  # the message this rank waits for, and the rank that sends it
         self.planned = planned
@@ -197,6 +202,7 @@ class Pipeline:
         self.schedule = schedule
         forward = tuple(tuple(action for action in actions if action.kind == "F") for actions in schedule.ranks)
         self.forward_only = replace(schedule, ranks=forward)
+        self.expected = tuple(messages_to(self.mesh.index("pipeline"), each) for each in (schedule, self.forward_only))
 
     def run(
         self, microbatches: list[Microbatch], like: Tensor, objective: Objective, factor: Tensor | float | None
@@ -213,7 +219,7 @@ class Pipeline:
             self._set_schedule(cached_schedule(self.schedule.name, ranks, len(microbatches), stages // ranks))
         self.scales.update()
         schedule = self.schedule if factor is not None else self.forward_only
-        self.channel = P2PChannel(self.mesh, like, schedule)
+        self.channel = P2PChannel(self.mesh, like, self.expected[factor is None])
         self.local: dict[Message, Tensor] = {}
         hands = schedule.partners and factor is not None
         known = self.handed_sizes, self.planned, like.device, self.routed
@@ -323,13 +329,8 @@ class Pipeline:
         roots = stage.roots.pop(action.microbatch)
         if self.handover is not None:
             self.handover.finish_load((action.stage, action.microbatch))
-        if isinstance(stage.model, FSDPModule):
-            # Without gradient sync gradients stay unsharded until the last microbatch or `reduce_deferred_gradients`.
-            stage.model.set_requires_gradient_sync(stage.split is None and (self.sync_every or last))
-            stage.model.set_is_last_backward(stage.split is None and last)
-            # Replicas sum gradients once a step, and only sharded parameters are freed between microbatches.
-            stage.model.set_requires_all_reduce(stage.split is None and last)
-            stage.model.set_reshard_after_backward(self.shards_parameters or (stage.split is None and last))
+        whole = stage.split is None
+        prepare_backward(stage.sharded, whole and (self.sync_every or last), whole and last, self.shards_parameters)
         self._draw_for(stage, self.microbatches[action.microbatch])  # recompute draws the same dropout
         with self._gradients_wait(stage, action):
             torch.autograd.backward(roots, [grad, *[None] * (len(roots) - 1)])

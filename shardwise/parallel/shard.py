@@ -29,7 +29,7 @@ Gradients are summed, not averaged: the loss is already divided by the tokens of
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -222,6 +222,18 @@ def _add_in(dtype: torch.dtype, group: Group, bucket: Any) -> torch.futures.Futu
     work = dist.all_reduce(added, group=group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+def prepare_backward(modules: Sequence[FSDPModule], reduces: bool, last: bool, reshards: bool) -> None:
+    """Before a microbatch's backward pass: whether it reduces gradients, which otherwise stay unsharded until another one or
+    `reduce_deferred_gradients`; whether it is the last of the step, behind which replicas sum their gradients; and whether
+    parameters are freed behind any, and not only behind the last."""
+    for module in modules:
+        module.set_requires_gradient_sync(reduces, recurse=False)
+        module.set_requires_all_reduce(last, recurse=False)
+        module.set_reshard_after_backward(reshards or last, recurse=False)
+    for module in modules[:1]:
+        module.set_is_last_backward(last)  # of all
 
 
 def reduce_deferred_gradients(model: nn.Module) -> None:

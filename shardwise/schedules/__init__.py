@@ -8,8 +8,8 @@ from shardwise.schedules.actions import (
     Message,
     Schedule,
     message_of,
+    messages_to,
     peak_activations,
-    transfers,
 )
 from shardwise.schedules.bpipe import evictions
 from shardwise.schedules.make import SCHEDULES, cached_schedule, fewer_rounds, legal, make_schedule, rounds_to_play
@@ -34,12 +34,12 @@ __all__ = [
     "legal",
     "make_schedule",
     "message_of",
+    "messages_to",
     "peak_activations",
     "play",
     "rounds_to_play",
     "split_layers",
     "time",
-    "transfers",
     "version_of",
     "versions_kept",
 ]

@@ -112,19 +112,19 @@ def message_of(action: Action, placement: Sequence[int]) -> tuple[int, Message] 
     return placement[receiver], what
 
 
-def transfers(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
-    """For each directed pair of ranks (sender, receiver), the messages in the order the sender produces them.
+def messages_to(receiver: int, schedule: Schedule) -> dict[int, tuple[Message, ...]]:
+    """The messages that a rank receives, by sender, in the order the sender produces them.
 
     Point-to-point calls between two processes match in order, so a receiver that posts its receives in this order gets
     each message where it expects it, even where two ranks have several neighbouring stages.
     """
-    channels: dict[tuple[int, int], list[Message]] = {}
+    found: dict[int, tuple[Message, ...]] = {}
     for sender, actions in enumerate(schedule.ranks):
-        for action in actions:
-            sent = message_of(action, schedule.placement)
-            if sent is not None:
-                channels.setdefault((sender, sent[0]), []).append(sent[1])
-    return {pair: tuple(channels[pair]) for pair in sorted(channels)}
+        sent = (message_of(action, schedule.placement) for action in actions)
+        mine = tuple(each[1] for each in sent if each is not None and each[0] == receiver)
+        if mine:
+            found[sender] = mine
+    return found
 
 
 def loop_placement(ranks: int, chunks: int) -> tuple[int, ...]:

@@ -92,13 +92,14 @@ def is_fake(x: Tensor) -> bool:
     return isinstance(x, FakeTensor)
 
 
+def raw_stream(device: int) -> int:
+    """The handle of a GPU's current stream, without the object around it, which takes the host as long as a launch."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream
+
+
 cuda_sleep = torch.cuda._sleep
 """Holds a stream for a number of cycles of the device's clock, to simulate work that is done elsewhere."""
-
-
-def operator_of(custom: Any) -> Any:
-    """The operator that `torch.library.custom_op` created, as graphs and dispatch modes name it."""
-    return custom._opoverload
 
 
 def argument_names(operator: Any) -> tuple[str, ...]:

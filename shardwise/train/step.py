@@ -131,7 +131,8 @@ class TrainState:
         must return the same on every rank; without it the host does not wait for them. `recheck` runs the passes twice.
         """
         for model in self.parallel.models:
-            model.train()
+            if not model.training:
+                model.train()
         if self.updates is not None:
             return self.updates.train_step(batch, stop)
         layout, phase = self.run.layout, self.observers.phase

@@ -231,19 +231,19 @@ def test_on_a_cpu_it_is_the_plain_product(dtype: torch.dtype, large: bool, monke
 @pytest.mark.drawn(group="compiled")
 def test_operators_are_what_pytorch_expects() -> None:
     left, transposed = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
-    torch.library.opcheck(tuned.gemm._opoverload, (left, transposed.mT))
+    torch.library.opcheck(tuned.gemm, (left, transposed.mT))
     operands = torch.randn(4, 8), torch.randn(8, 6), torch.zeros(4, 6)
     torch.library.opcheck(tuned.gemm_into._opoverload, (*operands, False))
-    torch.library.opcheck(tuned.gemm_onto._opoverload, (*operands[:2], torch.randn(6, 4).mT))
+    torch.library.opcheck(tuned.gemm_onto, (*operands[:2], torch.randn(6, 4).mT))
 
 
 def test_products_in_8_bits_are_what_pytorch_expects() -> None:
     left, right = torch.randn(32, 16).to(E5M2), torch.randn(48, 16).to(E4M3)
     scales = torch.tensor(0.5), torch.tensor(4.0)
     checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # the schema's would multiply the operands by a number
-    torch.library.opcheck(tuned.fp8_gemm._opoverload, (left, right.t(), *scales, BF16, True), test_utils=checks)
+    torch.library.opcheck(tuned.fp8_gemm, (left, right.t(), *scales, BF16, True), test_utils=checks)
     args = (left, right.t(), *scales, BF16, False, torch.randn(48, 32, dtype=BF16).mT)
-    torch.library.opcheck(tuned.fp8_gemm_onto._opoverload, args, test_utils=checks)
+    torch.library.opcheck(tuned.fp8_gemm_onto, args, test_utils=checks)
 
 
 def test_products_in_8_bits_are_the_plain_ones_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

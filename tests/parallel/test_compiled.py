@@ -53,7 +53,7 @@ def graphs(rank: int, run: Run) -> list[int]:
     """The operations of each graph that is compiled."""
     found: list[int] = []
 
-    def count(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+    def count(graph: torch.fx.GraphModule, _: Any, **options: Any) -> torch.fx.GraphModule:
         found.append(len(graph.graph.nodes))
         return graph
 

@@ -18,9 +18,9 @@ from shardwise.schedules import (
     Schedule,
     legal,
     make_schedule,
+    messages_to,
     peak_activations,
     time,
-    transfers,
 )
 
 SMALL = settings(max_examples=150, deadline=None)
@@ -63,9 +63,11 @@ def test_each_stage_adds_up_its_gradients_in_the_same_order(schedule: Schedule) 
 
 @SMALL
 @given(schedules())
-def test_transfers_are_the_neighbours_of_the_network_in_the_senders_order(schedule: Schedule) -> None:
+def test_messages_are_the_neighbours_of_the_network_in_the_senders_order(schedule: Schedule) -> None:
     seen = set()
-    for (sender, receiver), messages in transfers(schedule).items():
+    ranks = range(len(schedule.ranks))
+    channels = [(each, one, messages) for one in ranks for each, messages in messages_to(one, schedule).items()]
+    for sender, receiver, messages in channels:
         assert sender != receiver
         order = {action: at for at, action in enumerate(schedule.ranks[sender])}
         made = []
@@ -83,7 +85,7 @@ def test_transfers_are_the_neighbours_of_the_network_in_the_senders_order(schedu
 
 def test_two_ranks_that_share_several_pairs_of_stages_share_one_channel() -> None:
     # One rank down the V and one up: activations of stage 0 and gradients of stage 3 both go from rank 0 to rank 1.
-    messages = transfers(make_schedule("zb-v", 2, 3))[0, 1]
+    messages = messages_to(1, make_schedule("zb-v", 2, 3))[0]
     assert {(message.kind, message.stage) for message in messages} == {("activation", 0), ("gradient", 3)}
     assert [str(Action("F", 2, 5)), str(Action("W", 0, 11))] == ["F2.5", "W0.11"]
 

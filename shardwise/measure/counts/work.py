@@ -43,7 +43,6 @@ from shardwise.torch_private import (
     autograd_node,
     autograd_sequence,
     in_backward,
-    operator_of,
     storage_key,
     tree_leaves,
 )
@@ -72,7 +71,7 @@ GEMMS: dict[Any, tuple[int, int]] = {  # operator to the argument positions of i
     torch.ops.shardwise.router_gemm.default: (0, 1),
     torch.ops.shardwise.router_grad_input.default: (0, 1),
     torch.ops.shardwise.router_grad_weight.default: (0, 1),
-    operator_of(scaled_mm_reference): (0, 1),
+    scaled_mm_reference: (0, 1),
     torch.ops.shardwise.gemm.default: (0, 1),
     torch.ops.shardwise.gemm_into.default: (0, 1),
     torch.ops.shardwise.gemm_onto.default: (0, 1),

@@ -18,12 +18,11 @@ from torch._inductor.custom_graph_pass import (  # a documented pass, loaded wit
 from torch.fx import Graph, Node
 
 from shardwise.model.gemm import tuned
-from shardwise.torch_private import operator_of
 
 aten = torch.ops.aten
 SUMS: dict[Any, Any] = {
-    operator_of(tuned.gemm): operator_of(tuned.gemm_onto),
-    operator_of(tuned.fp8_gemm): operator_of(tuned.fp8_gemm_onto),
+    tuned.gemm: tuned.gemm_onto,
+    tuned.fp8_gemm: tuned.fp8_gemm_onto,
 }
 """Each GEMM operator, with the one that accumulates."""
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.torch_private import raw_stream
+
 # The library's enum values (cublasLt.h, library_types.h).
 TYPES = {
     torch.float32: 0,
@@ -232,7 +234,7 @@ class Multiplication:
             ctypes.byref(_ZERO if base is None else _ONE),
             target if base is None else ctypes.c_void_p(base.data_ptr()), self.out, target, self.out,
             algorithm.code, ctypes.c_void_p(space.data_ptr() if space is not None else None),
-            ctypes.c_size_t(algorithm.workspace), ctypes.c_void_p(torch.cuda.current_stream(out.device).cuda_stream),
+            ctypes.c_size_t(algorithm.workspace), ctypes.c_void_p(raw_stream(out.device.index)),
         )  # fmt: skip
 
 

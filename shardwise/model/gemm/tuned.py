@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardwise.files import cache_folder, write_atomically
 from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Multiplication, Shape, is_aligned, library, version
 from shardwise.model.layers import Gemm, Linear
+from shardwise.model.operator import differentiate, operator, shape_of
 from shardwise.model.quantized.fp8 import scaled_mm
 
 Chosen = tuple[Multiplication, Algorithm]
@@ -105,7 +106,7 @@ def worth_tuning(left: Tensor, right: Tensor) -> bool:
     return left.is_cuda and 2 * left.shape[0] * left.shape[1] * right.shape[1] >= LEAST
 
 
-@torch.library.custom_op("shardwise::gemm", mutates_args=(), schema="(Tensor left, Tensor right) -> Tensor")
+@operator("gemm(Tensor left, Tensor right) -> Tensor", differentiable=True)
 def gemm(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right` of two matrices."""
     out = left.new_empty((left.shape[0], right.shape[1]))
@@ -125,9 +126,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return gemm(grad, right.mT) if for_left else None, gemm(grad.mT, left).mT if for_right else None
 
 
-# Registered this way, and not as an autograd function: PyTorch's compile cache misses layers that contain one of
-# those.
-gemm.register_autograd(_backward, setup_context=_keep)
+differentiate(gemm, _backward, _keep)
 
 
 @torch.library.custom_op(
@@ -141,25 +140,20 @@ def gemm_into(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
         Gemm().put(left, right, out, add)
 
 
-@torch.library.custom_op(
-    "shardwise::gemm_onto", mutates_args=(), schema="(Tensor left, Tensor right, Tensor base) -> Tensor"
-)
+@operator("gemm_onto(Tensor left, Tensor right, Tensor base) -> Tensor")
 def gemm_onto(left: Tensor, right: Tensor, base: Tensor) -> Tensor:
     """`base + left @ right`, rounded once."""
     base, out = base.contiguous(), left.new_empty((left.shape[0], right.shape[1]))
     return out if multiply_into(left, right, out, base) else torch.addmm(base, left, right, out=out)
 
 
-@gemm.register_fake
-@gemm_onto.register_fake
+@shape_of(gemm, gemm_onto)
 def _(left: Tensor, right: Tensor, base: Tensor | None = None) -> Tensor:
     return left.new_empty((left.shape[0], right.shape[1]))
 
 
-@torch.library.custom_op(
-    "shardwise::fp8_gemm",
-    mutates_args=(),
-    schema="(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, ScalarType dtype, bool fast) -> Tensor",
+@operator(
+    "fp8_gemm(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, ScalarType dtype, bool fast) -> Tensor"
 )
 def fp8_gemm(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool
@@ -172,10 +166,9 @@ def fp8_gemm(
     return scaled_mm(left, right.t(), (left_scale, right_scale), dtype, fast=fast)
 
 
-@torch.library.custom_op(
-    "shardwise::fp8_gemm_onto",
-    mutates_args=(),
-    schema="(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, ScalarType dtype, bool fast, Tensor base) -> Tensor",
+@operator(
+    "fp8_gemm_onto(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, ScalarType dtype, bool fast, "
+    "Tensor base) -> Tensor"
 )
 def fp8_gemm_onto(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool, base: Tensor
@@ -189,8 +182,7 @@ def fp8_gemm_onto(
     return (base.float() + wide).to(dtype)
 
 
-@fp8_gemm.register_fake
-@fp8_gemm_onto.register_fake
+@shape_of(fp8_gemm, fp8_gemm_onto)
 def _(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool, base: Tensor | None = None
 ) -> Tensor:  # fmt: skip

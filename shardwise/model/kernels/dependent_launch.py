@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.torch_private import raw_stream
+
 SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION (cuda.h)."""
 
@@ -56,7 +58,7 @@ def launch_dependent(
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     attribute = _Attribute(SERIALIZATION, 0, (ctypes.c_int * 16)(1))
     sizes = (ctypes.c_uint * 3)(grid, 1, 1), (ctypes.c_uint * 3)(block, 1, 1)
-    config = _Config(*sizes, shared, torch.cuda.current_stream().cuda_stream, ctypes.pointer(attribute), 1)
+    config = _Config(*sizes, shared, raw_stream(torch.cuda.current_device()), ctypes.pointer(attribute), 1)
     status = _driver().cuLaunchKernelEx(ctypes.byref(config), kernel.func, pointers, None)
     if status:
         raise RuntimeError(f"cuLaunchKernelEx answered {status}")

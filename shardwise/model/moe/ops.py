@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.model.operator import differentiate, operator, shape_of
+
 
 def has_fused_kernels(x: Tensor) -> bool:
     """Whether the kernels move rows like these: on a GPU, in a dtype that may be summed in float32."""
     return x.is_cuda and x.dtype != torch.float64
 
 
-@torch.library.custom_op("shardwise::topk_experts", mutates_args=(), schema="(Tensor scores, int k) -> Tensor")
+@operator("topk_experts(Tensor scores, int k) -> Tensor")
 def topk_experts(scores: Tensor, k: int) -> Tensor:
     """The experts of the k highest scores, [..., experts] to [..., k]; of equal scores the first expert wins."""
     from shardwise.model.kernels.moe import topk_experts_fused
@@ -26,14 +28,12 @@ def topk_experts(scores: Tensor, k: int) -> Tensor:
     return topk_experts_fused(scores, k)
 
 
-@topk_experts.register_fake
+@shape_of(topk_experts)
 def _(scores: Tensor, k: int) -> Tensor:
     return scores.new_empty((*scores.shape[:-1], k), dtype=torch.int64)
 
 
-@torch.library.custom_op(
-    "shardwise::sort_by_expert", mutates_args=(), schema="(Tensor chosen, int experts) -> (Tensor, Tensor)"
-)
+@operator("sort_by_expert(Tensor chosen, int experts) -> (Tensor, Tensor)")
 def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """The row index of each choice [tokens, k] when rows are ordered by expert, and how many rows each expert has.
 
@@ -44,14 +44,12 @@ def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return sort_by_expert_fused(chosen, experts)
 
 
-@sort_by_expert.register_fake
+@shape_of(sort_by_expert)
 def _(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return chosen.new_empty(chosen.shape, dtype=torch.int32), chosen.new_empty((experts,), dtype=torch.int64)
 
 
-@torch.library.custom_op(
-    "shardwise::dispatch", mutates_args=(), schema="(Tensor x, Tensor places, SymInt rows) -> Tensor"
-)
+@operator("dispatch(Tensor x, Tensor places, SymInt rows) -> Tensor", differentiable=True)
 def dispatch(x: Tensor, places: Tensor, rows: int) -> Tensor:
     """Copy each token [tokens, width] to its row indices [tokens, k] among `rows` rows; rows without a token are undefined."""
     from shardwise.model.kernels.moe import dispatch_fused
@@ -59,12 +57,12 @@ def dispatch(x: Tensor, places: Tensor, rows: int) -> Tensor:
     return dispatch_fused(x, places, rows)
 
 
-@dispatch.register_fake
+@shape_of(dispatch)
 def _(x: Tensor, places: Tensor, rows: int) -> Tensor:
     return x.new_empty((rows, x.shape[1]))
 
 
-@torch.library.custom_op("shardwise::combine", mutates_args=(), schema="(Tensor rows, Tensor places) -> Tensor")
+@operator("combine(Tensor rows, Tensor places) -> Tensor", differentiable=True)
 def combine(rows: Tensor, places: Tensor) -> Tensor:
     """For each token, the sum of the rows at its indices, in the order of its choices."""
     from shardwise.model.kernels.moe import combine_fused
@@ -72,9 +70,7 @@ def combine(rows: Tensor, places: Tensor) -> Tensor:
     return combine_fused(rows, places)
 
 
-@torch.library.custom_op(
-    "shardwise::combine_weighted", mutates_args=(), schema="(Tensor rows, Tensor places, Tensor weights) -> Tensor"
-)
+@operator("combine_weighted(Tensor rows, Tensor places, Tensor weights) -> Tensor", differentiable=True)
 def combine_weighted(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     """For each token, the sum of the rows at its indices, weighted by [tokens, k]."""
     from shardwise.model.kernels.moe import combine_fused
@@ -82,17 +78,12 @@ def combine_weighted(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return combine_fused(rows, places, weights)
 
 
-@combine.register_fake
-@combine_weighted.register_fake
+@shape_of(combine, combine_weighted)
 def _(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
     return rows.new_empty((places.shape[0], rows.shape[1]))
 
 
-@torch.library.custom_op(
-    "shardwise::combine_weighted_backward",
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor rows, Tensor places, Tensor weights) -> (Tensor, Tensor)",
-)
+@operator("combine_weighted_backward(Tensor gradient, Tensor rows, Tensor places, Tensor weights) -> (Tensor, Tensor)")
 def combine_weighted_backward(gradient: Tensor, rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of `combine_weighted` for its rows and its weights."""
     from shardwise.model.kernels.moe import combine_weighted_backward_fused
@@ -100,7 +91,7 @@ def combine_weighted_backward(gradient: Tensor, rows: Tensor, places: Tensor, we
     return combine_weighted_backward_fused(gradient, rows, places, weights)
 
 
-@combine_weighted_backward.register_fake
+@shape_of(combine_weighted_backward)
 def _(gradient: Tensor, rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
 
@@ -127,6 +118,6 @@ def _combine_weighted_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None
     return to_rows, None, to_weights
 
 
-dispatch.register_autograd(_dispatch_backward, setup_context=_keep_places)
-combine.register_autograd(_combine_backward, setup_context=_keep_places)
-combine_weighted.register_autograd(_combine_weighted_backward, setup_context=_keep_all)
+differentiate(dispatch, _dispatch_backward, _keep_places)
+differentiate(combine, _combine_backward, _keep_places)
+differentiate(combine_weighted, _combine_weighted_backward, _keep_all)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.model.operator import differentiate, operator, shape_of
+
 
 def multiplies(x: Tensor) -> bool:
     """Whether tokens like these are multiplied by weights split into parts."""
@@ -36,21 +38,19 @@ def _wide(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
-@torch.library.custom_op("shardwise::router_gemm", mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
+@operator("router_gemm(Tensor x, Tensor weight) -> Tensor", differentiable=True)
 def router_gemm(x: Tensor, weight: Tensor) -> Tensor:
     """Tokens [tokens, hidden] of bfloat16 times weights [hidden, experts] of bfloat16 or float32, in float32."""
     parts = in_parts(weight.mT)
     return _wide(x, torch.cat(parts).mT).view(len(x), len(parts), -1).sum(dim=1)
 
 
-@router_gemm.register_fake
+@shape_of(router_gemm)
 def _(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[1]), dtype=torch.float32)
 
 
-@torch.library.custom_op(
-    "shardwise::router_grad_input", mutates_args=(), schema="(Tensor gradient, Tensor weight) -> Tensor"
-)
+@operator("router_grad_input(Tensor gradient, Tensor weight) -> Tensor")
 def router_grad_input(gradient: Tensor, weight: Tensor) -> Tensor:
     """Gradients [tokens, experts] times weights [experts, hidden], in bfloat16.
 
@@ -65,21 +65,19 @@ def router_grad_input(gradient: Tensor, weight: Tensor) -> Tensor:
     return left @ right
 
 
-@router_grad_input.register_fake
+@shape_of(router_grad_input)
 def _(gradient: Tensor, weight: Tensor) -> Tensor:
     return gradient.new_empty((gradient.shape[0], weight.shape[1]), dtype=torch.bfloat16)
 
 
-@torch.library.custom_op(
-    "shardwise::router_grad_weight", mutates_args=(), schema="(Tensor gradient, Tensor x) -> Tensor"
-)
+@operator("router_grad_weight(Tensor gradient, Tensor x) -> Tensor")
 def router_grad_weight(gradient: Tensor, x: Tensor) -> Tensor:
     """Gradients [experts, tokens] times tokens [tokens, hidden] of bfloat16, in float32."""
     parts = in_parts(gradient.mT)
     return _wide(torch.cat(parts, dim=1).mT, x).view(len(parts), len(gradient), -1).sum(dim=0)
 
 
-@router_grad_weight.register_fake
+@shape_of(router_grad_weight)
 def _(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient.new_empty((gradient.shape[0], x.shape[1]), dtype=torch.float32)
 
@@ -95,4 +93,4 @@ def _back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
     return router_grad_input(gradient, weight.mT), to_weight
 
 
-router_gemm.register_autograd(_back, setup_context=_keep)
+differentiate(router_gemm, _back, _keep)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardwise.model.operator import operator, shape_of
 from shardwise.model.quantized.formats import TOP
 
 LOWEST = 27
@@ -59,7 +60,7 @@ def transpose_reference(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return cast_rows_reference((x.float() * scale).mT.contiguous(), x.dtype)
 
 
-@torch.library.custom_op("shardwise::amax", mutates_args=())
+@operator("amax(Tensor x) -> Tensor")
 def amax(x: Tensor) -> Tensor:
     """The largest magnitude in a matrix, in float32; NaN counts as the largest."""
     if not x.is_cuda:
@@ -69,7 +70,7 @@ def amax(x: Tensor) -> Tensor:
     return amax_fused(x)
 
 
-@torch.library.custom_op("shardwise::cast", mutates_args=())
+@operator("cast(Tensor x, Tensor amax, ScalarType dtype, bool plain, bool transposed) -> (Tensor, Tensor, Tensor)")
 def cast(x: Tensor, amax: Tensor, dtype: torch.dtype, plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
     """A matrix in fp8 as stored and transposed, each where wanted and otherwise empty, and their one scale."""
     if not x.is_cuda:
@@ -81,7 +82,7 @@ def cast(x: Tensor, amax: Tensor, dtype: torch.dtype, plain: bool, transposed: b
     return cast_fused(x, amax, dtype, plain, transposed)
 
 
-@torch.library.custom_op("shardwise::cast_rows", mutates_args=())
+@operator("cast_rows(Tensor x, ScalarType dtype) -> (Tensor, Tensor)")
 def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A matrix in fp8 with a scale for each row, and the scales [rows, 1]."""
     if not x.is_cuda:
@@ -91,7 +92,7 @@ def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return cast_rows_fused(x, dtype)
 
 
-@torch.library.custom_op("shardwise::transpose", mutates_args=())
+@operator("transpose(Tensor x, Tensor scale, Tensor? after=None) -> (Tensor, Tensor)")
 def transpose(x: Tensor, scale: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """An fp8 matrix transposed, and rescaled if it has a scale for each row. `after` is not used: a compiler that would compute
     this in the forward pass, and save it for the backward pass, has to wait for that tensor."""
@@ -102,12 +103,12 @@ def transpose(x: Tensor, scale: Tensor, after: Tensor | None = None) -> tuple[Te
     return transpose_fused(x, scale)
 
 
-@amax.register_fake
+@shape_of(amax)
 def _(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
-@cast.register_fake
+@shape_of(cast)
 def _(x: Tensor, amax: Tensor, dtype: torch.dtype, plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
     as_it_lies = x.new_empty((rows, columns) if plain else (0,), dtype=dtype)
@@ -115,18 +116,20 @@ def _(x: Tensor, amax: Tensor, dtype: torch.dtype, plain: bool, transposed: bool
     return as_it_lies, by_column, x.new_empty((), dtype=torch.float32)
 
 
-@cast_rows.register_fake
+@shape_of(cast_rows)
 def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=dtype), x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
-@transpose.register_fake
+@shape_of(transpose)
 def _(x: Tensor, scale: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     return x.new_empty(columns, rows), scale.new_empty((columns, 1) if scale.dim() else ())
 
 
-@torch.library.custom_op("shardwise::scaled_mm_reference", mutates_args=())
+@operator(
+    "scaled_mm_reference(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, ScalarType dtype) -> Tensor"
+)
 def scaled_mm_reference(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -135,6 +138,6 @@ def scaled_mm_reference(
     return ((left.float() @ right.float()) * left_scale * right_scale).to(dtype)
 
 
-@scaled_mm_reference.register_fake
+@shape_of(scaled_mm_reference)
 def _(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
     return left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)

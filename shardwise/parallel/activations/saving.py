@@ -116,7 +116,7 @@ def note_form(x: Tensor, form: Form) -> None:
 def note(x: Tensor, inputs: Sequence[Tensor], make: Callable[..., Tensor]) -> None:
     """Note the inputs that a tensor can be recomputed from, while it is alive."""
     if _OPEN:
-        views = tuple(_view(each) for each in inputs)
+        views = tuple(_view(each) or each.detach() for each in inputs)
         for each, view in zip(inputs, views, strict=True):
             if isinstance(view, _View):
                 view.of.keep(each)
@@ -129,10 +129,10 @@ def _remember(x: Tensor, known: Recomputable) -> None:
     _KNOWN[key] = (weakref.ref(storage, lambda _: _KNOWN.pop(key, None)), known)
 
 
-def _view(x: Tensor) -> Tensor | _View:
-    """The tensor itself, or its description as a view of a noted one."""
-    known = _KNOWN.get(storage_key(x.untyped_storage())) if x.layout == torch.strided else None
-    return x.detach() if known is None else _View(known[1], x.shape, x.stride(), x.storage_offset())
+def _view(x: Tensor) -> _View | None:
+    """The description of a tensor that is a view of a noted one."""
+    known = _KNOWN.get(storage_key(x.untyped_storage())) if _KNOWN and x.layout == torch.strided else None
+    return None if known is None else _View(known[1], x.shape, x.stride(), x.storage_offset())
 
 
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ def _pack(x: Tensor) -> Tensor | _View | _Slot | PackedTensor:
 
 def _packed(x: Tensor) -> Tensor | _View | PackedTensor:
     found = _view(x)
-    if isinstance(found, Tensor):
+    if found is None:
         return x if _KEEPER is None else _KEEPER.keep(x)
     found.of.keep(x)
     found.of.used()
