@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -132,6 +133,19 @@ def test_skewed_experts_against_tokens_that_choose(ranks: int) -> None:
     assert experts_hit(experts, 4, tokens, skew) < 0.9 * experts_hit(experts, 4, tokens)
     assert busiest_share(experts, ranks, skew) == pytest.approx(np.mean(busiest), rel=0.1)
     assert busiest_share(experts, 1, skew) == busiest_share(experts, ranks, 0.0) == 1.0
+
+
+@pytest.mark.parametrize("chosen", [2, 8])
+def test_experts_that_get_every_token_are_equally_popular(chosen: int) -> None:
+    model = derive_model(ModelConfig(**PRESETS["mixtral-8x7b"] | dict(experts_per_token=chosen)), 8192)
+    form, at = FORMATS["bf16"], Shape(64, 1, 1024, decode=True)
+
+    def experts(skew: float) -> float:
+        engine = replace(ENGINES["trtllm"], expert_skew=skew)
+        serving = Serving(model, make_cluster("h100", 1), engine, form, form, tensor=4, expert=4)
+        return layer_cost(serving, at, routed=True).seconds["experts"]
+
+    assert (experts(1.0) == experts(0.0)) == (chosen == 8)
 
 
 def test_inputs_in_4_bits_have_a_kernel_before_each_gemm() -> None:

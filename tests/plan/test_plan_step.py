@@ -328,6 +328,23 @@ def test_one_rank_alone_has_all_rows_and_half_a_tile_more_of_each_expert() -> No
     assert matmul(1.5, shard=8, expert=8) > 1.1 * matmul(1.0, shard=8, expert=8)
 
 
+def test_experts_that_get_every_token_have_equal_shares() -> None:
+    def matmul(imbalance: float, chosen: int, capacity: float = 0.0, **layout: int) -> float:
+        model = dict(layers=2, hidden=1024, heads=8, vocab=256)
+        model |= dict(experts=16, experts_per_token=chosen, expert_ffn=2048, expert_capacity=capacity)
+        train = dict(global_batch=8, seq_len=4096, dtype="bfloat16", expert_imbalance=imbalance)
+        run = run_from_dict(dict(model=model, layout=layout, train=train, cluster=dict(chip="h100")))
+        return plan(run).account.breakdown["matmul"]
+
+    ranks = dict(shard=8, expert=8)
+    assert matmul(1.5, 16, **ranks) == matmul(1.0, 16, **ranks)
+    assert matmul(1.5, 16) == matmul(1.0, 16)
+    # An expert gets each token once.
+    assert matmul(3.0, 8, **ranks) == matmul(2.0, 8, **ranks) > matmul(1.5, 8, **ranks)
+    assert matmul(3.0, 2, shard=2, expert=2) == matmul(2.0, 2, shard=2, expert=2)  # all rows on one of two ranks
+    assert matmul(1.1, 2, 0.5) < 0.8 * matmul(1.0, 2)  # experts with room for half of their rows, on one rank
+
+
 def test_a_slower_link_never_helps() -> None:
     fast = make_job(LLAMA, tensor=4, shard=8, pipeline=2)
     slow = replace(fast, cluster=replace(fast.cluster, intra=fast.cluster.intra / 4, inter=fast.cluster.inter / 4))

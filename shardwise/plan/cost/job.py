@@ -247,7 +247,15 @@ def job_of(run: Run) -> Job:
         memory=run.memory,
         host_gbs=run.cluster.host_gbs,
         storage_gbs=run.cluster.storage_gbs,
-        # An expert takes no more than its capacity.
-        imbalance=min(train.expert_imbalance, run.model.expert_capacity or math.inf) if run.model.experts else 1.0,
+        imbalance=_imbalance(run),
     )
     return overlapped(job, run.layout.async_tensor)
+
+
+def _imbalance(run: Run) -> float:
+    """Rows of the busiest expert over the mean. An expert takes no more than its capacity, and each token once at most; where every
+    token goes to every expert, all have the same."""
+    m = run.model
+    if not m.experts:
+        return 1.0
+    return min(run.train.expert_imbalance, m.expert_capacity or math.inf, m.experts / m.experts_per_token)

@@ -175,11 +175,11 @@ def _sent_once(job: Job) -> Number:
 
 def _busiest(job: Job, rows: Number) -> tuple[Number, Number]:
     """Rows of the busiest expert rank, where the mean is `rows`, and the factor by which GEMMs are longer because experts have
-    uneven shares. Several ranks wait for the busiest one. A single rank has all rows, however they are routed; there the last tile
-    of each expert is half full on average."""
+    uneven shares. Several ranks wait for the busiest one, which has all rows at most. A single rank has all rows, however they are
+    routed; there the last tile of each expert is half full on average."""
     alone = np.asarray(job.layout.expert) == 1
     uneven = 1.0 + (alone & (job.imbalance > 1.0)) * TILE / 2 * job.model.experts / np.maximum(rows, 1.0)
-    return rows * np.where(alone, 1.0, job.imbalance), uneven
+    return rows * np.minimum(job.imbalance, job.layout.expert), uneven
 
 
 def _places(places: Number, choices: int) -> Number:

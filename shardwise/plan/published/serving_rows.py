@@ -69,7 +69,7 @@ def _check_by_itself(row: Row, s: Serving, load: Load) -> None:
     held, m = weight_bytes(s), s.model
     if m.experts:
         met = max(1.0, running / s.pipeline)  # tokens that reach the experts of a stage together
-        held["experts"] *= experts_hit(m.experts, m.experts_per_token, met, s.engine.expert_skew) / m.experts
+        held["experts"] *= experts_hit(m.experts, m.experts_per_token, met, s.expert_skew) / m.experts
     least = 1e3 * s.pipeline * sum(held[part] for part in ("attention", "ffn", "experts")) / s.chip.hbm
     if each < least:
         raise Unsupported(

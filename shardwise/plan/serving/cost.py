@@ -73,6 +73,11 @@ class Serving:
         """Layers with experts."""
         return self.model.layers - self.model.dense_layers if self.model.experts else 0
 
+    @property
+    def expert_skew(self) -> float:
+        """How unequally popular the experts are: not at all where every token goes to every expert."""
+        return self.engine.expert_skew if self.model.experts_per_token < self.model.experts else 0.0
+
 
 @dataclass
 class Cost:
@@ -247,7 +252,7 @@ def _experts(cost: Cost, s: Serving, at: Shape) -> None:
     """Adds the router and the routed experts, which receive the tokens of all replicas."""
     m, chip = s.model, s.chip
     tokens = at.tokens * s.replicas
-    skew = s.engine.expert_skew
+    skew = s.expert_skew
     rows = tokens * m.experts_per_token / s.expert * busiest_share(m.experts, s.expert, skew)
     held = m.experts / s.expert
     hit = max(1.0, experts_hit(held, m.experts_per_token / s.expert, tokens, skew))
