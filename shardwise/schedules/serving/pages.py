@@ -24,7 +24,10 @@ def page_digest(previous: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PagePool:
-    """Pages of a device and of its host, by number. `pages` includes page 0."""
+    """Pages of a device and of its host, by number. `pages` includes page 0.
+
+    Pages that were never allocated are the last ones taken, in order, and are listed nowhere: a small model has millions of pages
+    and uses few of them."""
 
     def __init__(self, pages: int, page_tokens: int, host_pages: int = 0, prefix_cache: bool = True) -> None:
         if pages < 2 or page_tokens < 1 or host_pages < 0:
@@ -35,24 +38,25 @@ class PagePool:
         self.leaves_first = True
         """Do not evict a page that a cached page follows, since that one would not be found without it; with a sliding window it
         would be."""
-        self.counts = [0] * pages
-        """How many sequences hold each page."""
+        self.counts = [0]
+        """How many sequences hold each page that was ever allocated."""
         self.queried_tokens = 0
         self.found_tokens = 0
         """Tokens that admitted sequences looked up in the prefix cache, and how many of them were found."""
-        self._free = list(range(pages - 1, NULL_PAGE, -1))
+        self._free: list[int] = []  # allocated before
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached and held by no sequence, least recently used first
         self._pinned: set[int] = set()
-        self._digests: list[bytes] = [b""] * pages  # of each cached page
-        self._parents: list[bytes] = [b""] * pages
+        self._digests = [b""]  # of each cached page
+        self._parents = [b""]
         self._cached: dict[bytes, int] = {}
         self._children: dict[bytes, int] = {}  # number of cached pages that follow the page of this digest
-        self._free_host = list(range(host_pages - 1, -1, -1))
+        self._free_host: list[int] = []  # allocated before
+        self._first_host = 0  # the first that was never allocated
 
     @property
     def available(self) -> int:
         """Pages that can be allocated now, some by evicting them."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._idle) + self.pages - len(self.counts)
 
     @property
     def used(self) -> int:
@@ -67,11 +71,11 @@ class PagePool:
     @property
     def available_host(self) -> int:
         """Free pages of the host."""
-        return len(self._free_host)
+        return len(self._free_host) + self.host_pages - self._first_host
 
     def take(self, count: int) -> list[int]:
         """Allocate this many pages, no more than are available. Pages that are not in the prefix cache go first."""
-        taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        taken = [self._free.pop() if self._free else self._next() for _ in range(count)]
         for page in taken:
             self.counts[page] = 1
         return taken
@@ -130,14 +134,19 @@ class PagePool:
 
     def clear(self) -> None:
         """Remove all pages from the prefix cache: the weights that they were computed with have changed."""
-        for page in range(1, self.pages):
+        for page in range(1, len(self.counts)):
             self.forget(page)
         self._free += reversed(self._idle)
         self._idle.clear()
 
     def take_host(self, count: int) -> list[int]:
         """Allocate this many host pages, no more than are available."""
-        return [self._free_host.pop() for _ in range(count)]
+        free, first = self._free_host, self._first_host
+        again = min(count, len(free))
+        if first + count - again > self.host_pages:
+            raise RuntimeError("too few host pages are available: ask `available_host` before taking any")
+        self._first_host += count - again
+        return [free.pop() for _ in range(again)] + list(range(first, self._first_host))
 
     def release_host(self, pages: Iterable[int]) -> None:
         """Free these host pages."""
@@ -148,6 +157,16 @@ class PagePool:
             self._idle[page] = None
         else:
             self._free.append(page)
+
+    def _next(self) -> int:
+        """The first page that was never allocated; if there is none, one that is evicted."""
+        page = len(self.counts)
+        if page == self.pages:
+            return self._evict()
+        self.counts.append(0)
+        self._digests.append(b"")
+        self._parents.append(b"")
+        return page
 
     def _evict(self) -> int:
         """The least recently used page that no cached page follows. Mostly that is the first: a sequence also holds the pages

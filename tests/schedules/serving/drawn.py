@@ -230,7 +230,7 @@ class Life:
             assert chunk.start < sequence.end - 1
             assert sequence.pending <= (2 if sequence.lookahead and self.under_way else 1)
         held = Counter(page for sequence in self.live for page in sequence.pages if page >= 0)
-        assert [held[page] for page in range(self.pool.pages)] == self.pool.counts
+        assert [held[page] for page in range(len(self.pool.counts))] == self.pool.counts
         assert self.pool.used == len(held)
         swapped = [page for sequence in self.live for page in sequence.host_pages]
         assert len(set(swapped)) == len(swapped) == self.case.host_pages - self.pool.available_host

@@ -27,8 +27,46 @@ def test_every_page_but_the_null_page_is_handed_out_once() -> None:
     assert (pool.available, pool.used) == (0, 9)
     with pytest.raises(RuntimeError, match="no page is available"):
         pool.take(1)
+    with pytest.raises(RuntimeError, match="host pages"):
+        pool.take_host(1)
     with pytest.raises(ValueError, match="page 0 is not used"):
         PagePool(1, 4)
+
+
+def test_pages_that_nobody_used_are_listed_nowhere() -> None:
+    most = 10**15  # a list of them fits no machine
+    pool = PagePool(most, 16, host_pages=most)
+    assert (pool.available, pool.available_host) == (most - 1, most)
+    first, hosts = pool.take(3), pool.take_host(2)
+    assert (first, hosts) == ([1, 2, 3], [0, 1])
+    assert (pool.used, pool.available_host) == (3, most - 2)
+    pool.release([2])
+    pool.release_host([0])
+    assert (pool.take(2), pool.take_host(2)) == ([2, 4], [0, 2])
+    pool.clear()
+    assert (pool.used, pool.available_host) == (4, most - 3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40))
+def test_the_page_released_last_is_taken_first_and_new_ones_last(turns: list[tuple[bool, int]]) -> None:
+    pool, free, free_host = PagePool(13, 1, host_pages=12), list(range(12, 0, -1)), list(range(11, -1, -1))
+    held: list[int] = []
+    for takes, count in turns:
+        if takes:
+            count = min(count, len(free))
+            pages, hosts = pool.take(count), pool.take_host(count)
+            assert pages == [free.pop() for _ in pages]
+            assert hosts == [free_host.pop() for _ in hosts]
+            assert [page - 1 for page in pages] == hosts
+            held += pages
+        else:
+            back, held = held[:count], held[count:]
+            pool.release(back)
+            pool.release_host(page - 1 for page in back)
+            free += back
+            free_host += (page - 1 for page in back)
+        assert (pool.available, pool.available_host) == (len(free), len(free_host))
 
 
 def test_a_shared_page_is_free_when_the_last_lets_go() -> None:
