@@ -22,13 +22,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.layers import Gemm, at_least_float32
-from shardwise.run.derive import CHUNK_BYTES, chunk_rows
+from shardwise.run.derive import CHUNK_BYTES, chunk_rows, logit_stride
 
 IGNORE_INDEX = -100
 
 Make = Callable[[Tensor], Tensor]
 """Computes a loss, a sum of terms, from the log-probabilities of targets. They have the targets' shape and are 0 where a target is
 `IGNORE_INDEX`. It is called once in a forward pass, on a leaf whose gradient is then computed."""
+
+
+def aligned_rows(x: Tensor, columns: int) -> Tensor:
+    """Memory for logits of the rows of `x`: each row begins at a line of memory."""
+    return x.new_empty(len(x), logit_stride(columns))[:, :columns]
+
+
+def logits_of(x: Tensor, matrix: Tensor, gemm: Gemm) -> Tensor:
+    """Rows of hidden states times the unembedding matrix, each row at a line of memory."""
+    if logit_stride(len(matrix)) == len(matrix):
+        return gemm.multiply(x, matrix.mT)
+    logits = aligned_rows(x, len(matrix))
+    gemm.put(x, matrix.mT, logits)
+    return logits
 
 
 class Logits(nn.Module):
@@ -39,7 +53,7 @@ class Logits(nn.Module):
         self.gemm = gemm
 
     def forward(self, x: Tensor, matrix: Tensor) -> Tensor:
-        return self.gemm.multiply(x, matrix.mT)
+        return logits_of(x, matrix, self.gemm)
 
 
 class LogProbHead(nn.Module):
@@ -159,7 +173,10 @@ class _OfLogProbs(torch.autograd.Function):
             logits = logits.sub_(total[chunk, None]).exp_().mul_(-grad[chunk].sum(-1, keepdim=True))
             if len(matrix):
                 logits.scatter_add_(-1, place[chunk], torch.where(mine[chunk], grad[chunk], 0))
-            dlogits = logits.to(x.dtype)
+            dlogits = logits
+            if logits.dtype != x.dtype:
+                dlogits = aligned_rows(x[chunk], len(matrix))
+                dlogits.copy_(logits)
             del logits
             if dx is not None:
                 gemm.put(dlogits, matrix, dx[chunk])

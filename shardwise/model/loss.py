@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.layers import Gemm, at_least_float32
-from shardwise.model.logprobs import IGNORE_INDEX, LogProbHead, Make, loss_and_gradient
+from shardwise.model.logprobs import IGNORE_INDEX, LogProbHead, Make, logits_of, loss_and_gradient
 from shardwise.run.derive import chunk_rows
 from shardwise.torch_private import foreach_mul_
 
@@ -77,7 +77,7 @@ class _Chunked(torch.autograd.Function):
         dw = torch.empty_like(matrix, dtype=own) if learns and ctx.needs_input_grad[1] else None
         for start in range(0, len(x) or 1, rows):
             chunk = slice(start, start + rows)
-            logits = gemm.multiply(x[chunk], matrix.mT)
+            logits = logits_of(x[chunk], matrix, gemm)
             losses = of_logits(logits, targets[chunk])
             if weights is not None:
                 losses = losses * weights[chunk]

@@ -44,10 +44,20 @@ CHUNK_BYTES = 2**31
 chunks add to the head's weight gradient more often, larger ones do not fit the cache."""
 
 
+LINE = 64
+"""Elements of 16 bits in a line of a GPU's memory."""
+
+
 def chunk_rows(tokens: int, row_bytes: int, most: int = CHUNK_BYTES) -> int:
     """Tokens whose logits a chunked loss holds at a time: all chunks have the same size, so that their GEMMs have one shape."""
     chunks = -(-tokens // max(1, most // row_bytes))
     return -(-tokens // max(1, chunks))
+
+
+def logit_stride(columns: Any) -> Any:
+    """Elements from one row of a loss's logits to the next: whole lines of 128 bytes in 16 bits. GEMMs with rows that begin at odd
+    places run at a sixth of their speed (`alignment` in `hardware/gemm.py`), and the vocabulary of GPT-2 has 50,257 tokens."""
+    return -(-columns // LINE) * LINE
 
 
 def chunk_bytes(run: Run) -> int:

@@ -23,6 +23,11 @@ for rows, vocab in ((3, 5), (4, 2048), (2, 5000)):
     torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-7)
     assert losses[1][1] == 0
     assert not fused[1].any()
+    strided = torch.full((rows, vocab + 11), 7.0)  # rows may begin at lines of memory
+    strided[:, :vocab] = scores
+    torch.testing.assert_close(cross_entropy_and_grad_fused(strided[:, :vocab], targets, IGNORE_INDEX), losses[1])
+    torch.testing.assert_close(strided[:, :vocab], fused)
+    assert (strided[:, vocab:] == 7).all()
 
 for numel in (1, 2048, 5000):
     for dtype in (torch.bfloat16, torch.float16):
