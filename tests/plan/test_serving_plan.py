@@ -277,6 +277,52 @@ def test_a_client_stays_with_its_replica() -> None:
     assert speeds[4, 4] == pytest.approx(4 * speeds[1, 1])
 
 
+MANY = 10**9
+
+
+@pytest.mark.parametrize(
+    ("words", "requests"),
+    [
+        (("serve.concurrency=4", f"layout.replicate={MANY}"), 40),
+        (("serve.rate=4", f"layout.replicate={MANY}"), 40),
+        ((f"serve.concurrency={MANY}", f"layout.replicate={MANY}"), 40),
+        ((f"serve.concurrency={MANY}",), 40),
+        (("serve.concurrency=2", "serve.requests=0", f"layout.replicate={MANY}"), 400),
+    ],
+)
+def test_replicas_that_get_no_request_are_not_simulated(words: tuple[str, ...], requests: int) -> None:
+    """A plan made a list for each of a milliard of replicas or clients."""
+    short = ("serve.input_tokens=20", "serve.output_tokens=2")
+    plan = plan_serving(read_planned(None, [*PLACE, *LOAD, *short, *words]).run)
+    assert len(plan.simulated) <= requests
+    assert (plan.figures.requests, plan.devices) == (requests, plan.run.layout.replicate)
+
+
+@pytest.mark.parametrize(
+    "words", [["serve.rate=4", f"layout.replicate={MANY}"], ["serve.rate=4", f"serve.max_sequences={MANY}"]]
+)
+@pytest.mark.parametrize("searched", [False, True])
+def test_more_requests_than_can_be_simulated_are_refused(words: list[str], searched: bool) -> None:
+    plan = search_serving if searched else plan_serving
+    load = [
+        *LOAD,
+        "serve.requests=0",
+        "serve.concurrency=0",
+        *(["layout=auto", f"cluster.nodes={MANY}"] if searched else []),
+    ]
+    with pytest.raises(
+        UserError, match=r"serve\.requests: 0 means [\d,]+,000,000,000 requests for .* 1,000,000 at most"
+    ):
+        plan(read_planned(None, [*PLACE, *load, *words]).run)
+
+
+def test_a_layout_has_no_more_ranks_than_the_cluster_has_devices() -> None:
+    place = [*PLACE, *LOAD, "cluster.nodes=2", "cluster.devices_per_node=4"]
+    with pytest.raises(UserError, match=r"layout\.replicate: the layout has 16 ranks .*, and the cluster 8 devices"):
+        read_planned(None, [*place, "layout.replicate=8", "layout.tensor=2"])
+    assert plan_serving(read_planned(None, [*place, "layout.replicate=2"]).run).devices == 2
+
+
 def test_stages_work_on_other_steps_at_a_time() -> None:
     """Not faster for one client, but for many, and most where computing takes longer than reading weights, as of prompts."""
     found = {}

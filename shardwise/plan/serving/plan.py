@@ -19,7 +19,7 @@ from shardwise.plan.cost.job import cluster_of
 from shardwise.plan.serving.drafting import Speculation, tokens_a_step
 from shardwise.plan.serving.pool import ServingMemory, draft_run, host_pages, serving_memory
 from shardwise.plan.serving.served import ServedLoad
-from shardwise.plan.serving.simulate import EngineSize, Simulated, requests_of, simulate
+from shardwise.plan.serving.simulate import EngineSize, Simulated, requests_of, simulate, too_many_requests
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.run import AXES, Problem, Run, UserError
 from shardwise.run.load import LoadRequest
@@ -114,23 +114,23 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
     size = EngineSize(memory.pages, host_pages(run, memory), model.max_positions, model.sliding_window)
     arrive = times.facts.profile.serve_arrive if over_http else 0.0
     asked = requests_of(serve, run.train.seed, layout.replicate)
-    # A client stays with its replica; with a rate, every request is a client of its own.
-    clients_of = [n if serve.rate else n % max(1, serve.concurrency) for n in range(len(asked))]
-    shares: list[list[LoadRequest]] = [[] for _ in range(layout.replicate)]
-    for request, client in zip(asked, clients_of, strict=True):
-        shares[client % layout.replicate].append(request)
-    clients = [len(range(n, serve.concurrency, layout.replicate)) for n in range(layout.replicate)]
+    # A client stays with its replica; with a rate, every request is a client of its own. Replicas without a client do nothing.
+    clients = len(asked) if serve.rate else max(1, serve.concurrency)
+    replicas = min(layout.replicate, clients, len(asked))
+    shares: list[list[LoadRequest]] = [[] for _ in range(replicas)]
+    for n, request in enumerate(asked):
+        shares[n % clients % layout.replicate].append(request)
     simulated = tuple(
         simulate(
             serve,
             share,
             times,
             size,
-            0 if serve.rate else max(1, own),
+            0 if serve.rate else len(range(n, clients, layout.replicate)),
             arrive,
             Speculation.of(serve, guessing, run.train.seed + n),
         )
-        for n, (share, own) in enumerate(zip(shares, clients, strict=True))
+        for n, share in enumerate(shares)
     )
     errors: Counter[str] = Counter()
     for each in simulated:
@@ -147,7 +147,9 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
 
 
 def _broken(run: Run) -> list[Problem]:
-    return [Problem(rule.reason(), rule.key) for rule in serving_rules(run) if rule.broken]
+    broken = [Problem(rule.reason(), rule.key) for rule in serving_rules(run) if rule.broken]
+    too_many = too_many_requests(run.serve, run.layout.replicate)
+    return [*broken, too_many] if too_many else broken
 
 
 def _holds(run: Run, figures: LoadFigures) -> bool:

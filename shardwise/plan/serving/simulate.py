@@ -16,7 +16,8 @@ from shardwise.plan.serving.drafting import Speculation
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.run.lengths import parse_lengths
 from shardwise.run.load import LoadRequest, draw_load
-from shardwise.run.sections.serve import ServeConfig
+from shardwise.run.problems import Problem, UserError, counted
+from shardwise.run.sections.serve import MOST_REQUESTS, ServeConfig
 from shardwise.schedules.serving import PagePool, Scheduler, Sequence, Settings
 from shardwise.schedules.serving.figures import TOO_LONG, Limits, LoadFigures, RequestTimes
 from shardwise.schedules.serving.sequence import Step
@@ -71,13 +72,32 @@ class RunningRequest:
 
 
 def requests_of(serve: ServeConfig, seed: int = 0, engines: int = 1) -> list[LoadRequest]:
-    """The requests of a run's load on so many engines. Clients run at once as far as the engines let them; of a rate nobody knows
-    before how many do, and what one engine lets run is enough."""
-    at_once = min(serve.concurrency, serve.max_sequences * engines) or serve.max_sequences
-    usual = max(FEWEST * engines, STEADY * at_once)
+    """The requests of a run's load on so many engines."""
+    if problem := too_many_requests(serve, engines):
+        raise UserError(problem)
     inputs = parse_lengths(serve.input_tokens, "serve.input_tokens")
     outputs = parse_lengths(serve.output_tokens, "serve.output_tokens")
-    return draw_load(serve.requests or usual, serve.rate, inputs, outputs, seed)
+    return draw_load(_number_of_requests(serve, engines), serve.rate, inputs, outputs, seed)
+
+
+def too_many_requests(serve: ServeConfig, engines: int) -> Problem | None:
+    """What is wrong with a load that has more requests than can be simulated."""
+    count = _number_of_requests(serve, engines)
+    if count <= MOST_REQUESTS:
+        return None
+    return Problem(
+        f"0 means {count:,} requests for {counted(engines, 'replica')} that run up to {serve.max_sequences:,} at once each, and a "
+        f"plan simulates {MOST_REQUESTS:,} at most; set serve.requests, or fewer layout.replicate or serve.max_sequences",
+        "serve.requests",
+    )
+
+
+def _number_of_requests(serve: ServeConfig, engines: int) -> int:
+    """Clients run at once as far as the engines let them, and use no more engines than they are; of a rate nobody knows before how
+    many do, and what one engine lets run is enough."""
+    closed = serve.concurrency > 0 and not serve.rate
+    at_once = min(serve.concurrency, serve.max_sequences * engines) or serve.max_sequences
+    return serve.requests or max(FEWEST * min(engines, serve.concurrency if closed else engines), STEADY * at_once)
 
 
 def simulate(
@@ -98,7 +118,7 @@ def simulate(
     )
     scheduler = Scheduler(settings, pool)
     coming = deque(enumerate(asked))
-    clients = deque([arrive] * concurrency)
+    clients = deque([arrive] * min(concurrency, len(asked)))
     """When the next request of each idle client reaches the engine."""
     running: dict[Sequence, RunningRequest] = {}
     leaders: dict[int, Sequence] = {}

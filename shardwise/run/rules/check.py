@@ -244,6 +244,13 @@ def serving_rules(run: Run) -> Iterator[Rule]:
     yield from _stage_rules(run)
     yield from speculation_rules(run)
     yield head_rule(run)
+    devices = run.cluster.nodes * run.cluster.devices_per_node  # 0: as many as the layout needs
+    most = max(RANK_AXES, key=lambda axis: getattr(lay, axis))
+    others = ("cluster.nodes", "cluster.devices_per_node", *(f"layout.{axis}" for axis in RANK_AXES))
+    yield Rule(0 < devices < lay.world, f"layout.{most}", others, lambda: (
+        f"the layout has {counted(lay.world, 'rank')} (replicate x shard x context x tensor x pipeline), and the cluster "
+        f"{counted(devices, 'device')}"
+    ))
     data, ranks = lay.shard * lay.context, lay.shard * lay.context * lay.tensor
     yield Rule(lay.expert % data > 0, "layout.shard" if lay.shard > 1 else "layout.context", ("layout.expert",), lambda: (
         f"in serving, shard x context ({data}) only splits experts, and layout.expert = {lay.expert} is not a multiple of it; use "

@@ -7,6 +7,9 @@ from typing import Literal
 
 from shardwise.run.sections.declare import key
 
+MOST_REQUESTS = 1_000_000
+"""Most requests of a planned load, which are simulated one by one."""
+
 
 @dataclass(frozen=True)
 class ServeConfig:
@@ -14,7 +17,9 @@ class ServeConfig:
 
     rate: float = key(0.0, "requests per second, at random times (Poisson); 0: see concurrency", least=0)
     concurrency: int = key(0, "clients; each sends its next request after the answer to the last", least=0)
-    requests: int = key(0, "requests in the planned load; 0: enough to reach the steady state", least=0, most=1e6)
+    requests: int = key(
+        0, "requests in the planned load; 0: enough to reach the steady state", least=0, most=MOST_REQUESTS
+    )
     input_tokens: str = key("512", "lengths of prompts")
     output_tokens: str = key("128", "lengths of answers")
     ttft_ms: float = key(0.0, "goodput: limit on the time to first token, in ms; 0: none", least=0)
