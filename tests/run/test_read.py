@@ -129,6 +129,7 @@ ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmu
         ([*LOSSLESS, "layout.recompute=full"], "memory.lossless", "saves little of it"),
         ([*LOSSLESS, "memory.activation_bits=4"], "memory.lossless", "use one of them"),
         ([*LOSSLESS, "layout.pipeline=2", "layout.schedule=zb-h1"], "memory.lossless", "would keep it longer"),
+        ([*LOSSLESS, "layout.pipeline=2", "layout.schedule=bpipe"], "layout.schedule", "memory.lossless stores some differently"),
         ([*LOSSLESS, "adapter.kind=lora"], "memory.lossless", "little to save"),
         ([*LOSSLESS, "train.compile=true"], "memory.lossless", "compiled layers"),
         (["memory.activations=disk"], "memory.folder", "needs a folder"),
@@ -207,6 +208,11 @@ ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmu
 def test_each_rule_refuses_with_its_reason(overrides: list[str], key: str, phrase: str) -> None:
     found = problems(None, *overrides)
     assert [m for _, k, m in found if k == key and phrase in m], found
+
+
+@pytest.mark.parametrize("saves", [LOSSLESS, OPTIMAL, ("memory.activation_bits=4",), ("memory.activations=host",)])
+def test_one_rank_has_nobody_to_hand_saved_tensors_to(saves: tuple[str, ...]) -> None:
+    assert read_run(None, [*saves, "layout.schedule=bpipe"]).layout.schedule == "bpipe"
 
 
 @pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("true", True), ("false", False), ('"auto"', "auto")])

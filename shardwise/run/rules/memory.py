@@ -63,7 +63,7 @@ def _lossless_rules(run: Run) -> Iterator[Rule]:
     yield Rule(run.memory.swaps or run.memory.activation_bits > 0, where, ("memory.activations", "memory.activation_bits"),
                lambda: "does not go with memory.activations and memory.activation_bits; use one of them")
     yield from _saved_rules(run, where)
-    yield Rule(run.layout.splits_backward | (run.layout.schedule == "bpipe"), where, ("layout.schedule",), lambda: (
+    yield Rule(run.layout.splits_backward, where, ("layout.schedule",), lambda: (
         f"computes the square again for the backward pass, and {run.layout.schedule} would keep it longer; use 1f1b"
     ))
 

@@ -74,6 +74,7 @@ def _bpipe_rules(run: Run) -> Iterator[Rule]:
         (run.layout.recompute == "optimal", "layout.recompute"),
         (run.memory.swaps, "memory.activations"),
         (run.memory.activation_bits > 0, "memory.activation_bits"),
+        (run.memory.lossless, "memory.lossless"),
     ):
         yield Rule(several & used, "layout.schedule", (key,),
                    partial("bpipe moves the tensors that autograd saves, and {} stores some differently; use 1f1b".format, key))
