@@ -12,7 +12,7 @@ from shardwise.model.kernels.attention.bounded import (
 from shardwise.parallel.blockwise import CAUSAL, Bounds, attend_block, attend_block_backward
 
 SCALE = 0.3
-SHAPES = [(2, 4, 2, 40, 70, 24, 16), (1, 2, 2, 33, 130, 64, 64)]
+SHAPES = [(2, 4, 2, 40, 70, 24, 16), (1, 2, 2, 33, 130, 64, 64), (1, 2, 1, 35, 70, 48, 32)]
 
 
 def check(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str, tolerance: float) -> None:

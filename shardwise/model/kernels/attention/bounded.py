@@ -38,8 +38,8 @@ def _scores(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tiles(  # type: ignore[no-untyped-def]
-    out, total, highest, q, K, V, k2, v2, d, dv, at, start, stop, keys, scale,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr,
+    out, total, highest, q, q_rest, K, V, k2, v2, d, d_rest, dv, at, start, stop, keys, scale,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Process the tiles of keys from `start` to `stop`; all queries see every key unless `MASKED`."""
     for first in range(start, stop, N):
@@ -50,7 +50,11 @@ def _tiles(  # type: ignore[no-untyped-def]
         else:
             k = tl.load(K + n[None, :] * k2 + d[:, None])
             v = tl.load(V + n[:, None] * v2 + dv[None, :])
-        s = tl.dot(q, k, input_precision="ieee") * scale
+        s = tl.dot(q, k, input_precision="ieee")
+        if REST:
+            k_rest = tl.load(K + n[None, :] * k2 + d_rest[:, None], mask=(n < keys)[None, :], other=0.0)
+            s = tl.dot(q_rest, k_rest, s, input_precision="ieee")
+        s = s * scale
         if MASKED:
             seen = (n < keys)[None, :]
             if CAUSAL:
@@ -69,10 +73,11 @@ def _tiles(  # type: ignore[no-untyped-def]
 @triton.jit
 def _whole_attention(  # type: ignore[no-untyped-def]
     Q, K, V, OUT, LSE, q0, q1, q2, k0, k1, k2, v0, v1, v2, queries, keys, scale,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, DV: tl.constexpr,
+    CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """All keys, or those up to each query; heads are a power of two wide, so only the last tiles need masks."""
+    """All keys, or those up to each query. Heads are a power of two wide, or two of them, D and REST (192 is 128 and 64), so only
+    the last tiles need masks."""
     head = tl.program_id(1) % HEADS
     row = (tl.program_id(1) // HEADS).to(tl.int64)
     # The longest tiles first: they would end last.
@@ -80,7 +85,12 @@ def _whole_attention(  # type: ignore[no-untyped-def]
     at = tile * M + tl.arange(0, M)
     d, dv = tl.arange(0, D), tl.arange(0, DV)
     here = at < queries
-    q = tl.load(Q + row * q0 + head * q1 + at[:, None] * q2 + d[None, :], mask=here[:, None], other=0.0)
+    Q += row * q0 + head * q1
+    q = tl.load(Q + at[:, None] * q2 + d[None, :], mask=here[:, None], other=0.0)
+    d_rest, q_rest = d, q
+    if REST:
+        d_rest = D + tl.arange(0, REST)
+        q_rest = tl.load(Q + at[:, None] * q2 + d_rest[None, :], mask=here[:, None], other=0.0)
     K += row * k0 + (head // GROUPS) * k1
     V += row * v0 + (head // GROUPS) * v1
     highest = tl.full((M,), float("-inf"), tl.float32)
@@ -89,10 +99,10 @@ def _whole_attention(  # type: ignore[no-untyped-def]
     stop = tl.minimum((tile + 1) * M, keys) if CAUSAL else keys
     whole = (tile * M // N * N) if CAUSAL else keys // N * N
     out, total, highest = _tiles(
-        out, total, highest, q, K, V, k2, v2, d, dv, at, 0, whole, keys, scale, False, CAUSAL, N
+        out, total, highest, q, q_rest, K, V, k2, v2, d, d_rest, dv, at, 0, whole, keys, scale, False, CAUSAL, N, REST
     )  # fmt: skip
     out, total, highest = _tiles(
-        out, total, highest, q, K, V, k2, v2, d, dv, at, whole, stop, keys, scale, True, CAUSAL, N
+        out, total, highest, q, q_rest, K, V, k2, v2, d, d_rest, dv, at, whole, stop, keys, scale, True, CAUSAL, N, REST
     )  # fmt: skip
     out = out / total[:, None]
     sums = tl.program_id(1).to(tl.int64) * queries + at
@@ -289,17 +299,22 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
     itself. PyTorch's kernels round their outputs to 16 bits, so merging would round once more for every block."""
     q, k, v = _by_element(q, k, v)
     (batch, heads, queries, width), v_width, keys = q.shape, v.shape[-1], k.shape[2]
-    if any(n < 16 or n & (n - 1) for n in (width, v_width)):
+    most = 1 << (width.bit_length() - 1)  # the largest power of two in it
+    rest = width - most
+    if any(n < 16 or n & (n - 1) for n in (most, rest or most, v_width)):
         place = torch.arange(max(queries, keys), device=q.device, dtype=torch.int32)
         at = place[:queries] if causal else torch.full_like(place[:queries], keys)
         return bounded_attention(q, k, v, scale, torch.zeros_like(at)[None], at, place[:keys])
     out = torch.empty(batch, heads, queries, v_width, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
-    tile, how = (
-        ((128, 128), dict(num_warps=8, num_stages=3)) if max(width, v_width) <= 128 else ((64, 32), dict(num_warps=4))
-    )
+    if max(width, v_width) <= 128:
+        tile, how = (128, 128), dict(num_warps=8, num_stages=3)
+    elif width <= 192 and v_width <= 128:  # of DeepSeek: shared memory has room for three tiles of 64 keys
+        tile, how = (128, 64), dict(num_warps=8, num_stages=3)
+    else:
+        tile, how = (64, 32), dict(num_warps=4)
     _whole_attention[(triton.cdiv(queries, tile[0]), batch * heads)](
         q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], queries, keys, scale * LOG2E,
-        HEADS=heads, GROUPS=heads // k.shape[1], D=width, DV=v_width, CAUSAL=causal, M=tile[0], N=tile[1], **how,
+        HEADS=heads, GROUPS=heads // k.shape[1], D=most, REST=rest, DV=v_width, CAUSAL=causal, M=tile[0], N=tile[1], **how,
     )  # fmt: skip
     return out, lse
