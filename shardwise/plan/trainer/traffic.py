@@ -173,9 +173,10 @@ def _sharded(
                 times, method = units * (1 if once else run.stage_microbatches), run.layout.compress_shards
                 if (
                     planned.exchanges_gradients and in_rows and not planned.splits_backward
-                ):  # `in_place.py`: a message for each parameter
+                ):  # `in_place.py`: a message for each matrix, and one for all vectors
                     sent = ranks * learned * planned.width
-                    wire.all_to_all(group, sent, times, messages=sum(p.learns for p in unit))
+                    vectors = [len(p.shape) == 1 for p in unit if p.learns]
+                    wire.all_to_all(group, sent, times, messages=vectors.count(False) + any(vectors))
                 elif method == "none":
                     wire.reduce_scatter(group, gradients, times)
                 else:  # `compress/sharded.py`
