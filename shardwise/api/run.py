@@ -12,6 +12,7 @@ from shardwise.hardware.chips import unknown_chip
 from shardwise.run import PRESETS, PlannedRun, UserError, read_planned, read_run, to_dict, to_toml
 from shardwise.run import Run as ResolvedRun
 from shardwise.run.config import SECTIONS, all_keys
+from shardwise.run.problems import as_path
 from shardwise.run.write import sections_to_toml
 
 Source = str | PathLike[str] | Mapping[str, Any] | ResolvedRun
@@ -26,7 +27,7 @@ class Run:
     """
 
     def __init__(self, source: Source | Run | None = None, /, **keys: Any) -> None:
-        path = source if isinstance(source, str | PathLike) else None
+        path = as_path(source) if isinstance(source, str | PathLike) else None
         given: tuple[Mapping[str, Any], ...] = ()
         if isinstance(source, Run):
             path, given = source._path, source._given
@@ -38,9 +39,9 @@ class Run:
             raise UserError(f"a run is a file, a dict or a Run, not {type(source).__name__}")
         self._read(path, (*given, _sections(keys)) if keys else given)
 
-    def _read(self, path: str | PathLike[str] | None, given: tuple[Mapping[str, Any], ...]) -> None:
+    def _read(self, path: Path | None, given: tuple[Mapping[str, Any], ...]) -> None:
         self._path, self._given = path, given
-        self._planned = read_planned(None if path is None else Path(path), given, (unknown_chip,))
+        self._planned = read_planned(path, given, (unknown_chip,))
         run = self._planned.run
         self.name, self.model, self.layout, self.data = run.name, run.model, run.layout, run.data
         self.train, self.objective, self.adapter = run.train, run.objective, run.adapter
@@ -63,7 +64,7 @@ class Run:
 
     def trained(self) -> ResolvedRun:
         """The run as the trainer reads it: with small defaults where nothing is set."""
-        return read_run(None if self._path is None else Path(self._path), self._given, (unknown_chip,))
+        return read_run(self._path, self._given, (unknown_chip,))
 
     def to_dict(self) -> dict[str, Any]:
         """Every key, by section."""

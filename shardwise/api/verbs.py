@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.api.run import Run, Source, as_run
-from shardwise.run.problems import UserError
+from shardwise.run.problems import UserError, as_path
 
 if TYPE_CHECKING:
     from shardwise.api.processes import Server, TrainResult
@@ -54,7 +54,7 @@ def train(run: Source | Run, out: str | Path | None = None, *, quiet: bool = Fal
     interrupt saves a checkpoint and returns."""
     from shardwise.api.processes import train_run
 
-    return train_run(as_run(run).trained(), None if out is None else Path(out), quiet)
+    return train_run(as_run(run).trained(), None if out is None else as_path(out, "out"), quiet)
 
 
 def trace(
@@ -76,7 +76,7 @@ def trace(
     asked = Namespace(
         from_step=first, to_step=last, all_events=all_events, cache=None, no_cache=not cache, chip=chip, dtype=dtype
     )
-    return TraceResult(read_and_explain([Path(path) for path in paths], asked))
+    return TraceResult(read_and_explain([as_path(path, "paths") for path in paths], asked))
 
 
 def serve(checkpoint: str | Path, **options: str | int | float | bool) -> Server:
@@ -85,4 +85,4 @@ def serve(checkpoint: str | Path, **options: str | int | float | bool) -> Server
     (`**{"serve.weights": "int8"}`)."""
     from shardwise.api.processes import start_server
 
-    return start_server(Path(checkpoint), options)
+    return start_server(as_path(checkpoint, "checkpoint"), options)

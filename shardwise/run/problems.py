@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from os import PathLike, fsencode, fspath
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,20 @@ def unreadable(error: OSError | ValueError, key: str = "", where: object = "") -
     else:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
     return UserError(Problem(f"cannot be read: {reason}", key, str(where)))
+
+
+def as_path(given: object, key: str = "") -> Path:
+    """The path of a file or folder that a program gives. No file has some names, which the system refuses before it looks."""
+    if not isinstance(given, str | PathLike) or not isinstance(name := fspath(given), str):
+        raise UserError(Problem(f"{given!r} is not the path of a file or folder", key))
+    reason = "it has a NUL byte" if "\0" in name else ""
+    try:
+        fsencode(name)
+    except UnicodeEncodeError:
+        reason = "it is not Unicode text"
+    if reason:
+        raise UserError(Problem(f"{name!a} cannot be the name of a file: {reason}", key))
+    return Path(name)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from shardwise.run.axes import AXES
 from shardwise.run.config import SECTIONS, Run, all_keys
 from shardwise.run.derive import derive
 from shardwise.run.presets import PRESETS, pretraining
-from shardwise.run.problems import Problem, UserError, nearest, unreadable
+from shardwise.run.problems import Problem, UserError, as_path, nearest, unreadable
 from shardwise.run.rules.check import broken_rules
 from shardwise.run.rules.rule import Broken
 from shardwise.run.sections.declare import Key
@@ -121,11 +121,12 @@ def _all_given(path: str | Path | None, overrides: Iterable[Override], problems:
     given = _Given()
     overrides = list(overrides)
     if path is not None:
-        given.update(_from_file(Path(path), problems))
-        given.setdefault("name", (Path(path).stem, str(path)))
+        file = as_path(path)
+        given.update(_from_file(file, problems))
+        given.setdefault("name", (file.stem, str(path)))
         if any(_frees(item) for item in overrides):
             given = _Given({name: value for name, value in given.items() if not name.startswith("layout.")})
-        _find_chip_file(given, Path(path).parent)
+        _find_chip_file(given, file.parent)
     given.update(_from_overrides(overrides, problems))
     _find_chip_file(given, Path.cwd())
     return given

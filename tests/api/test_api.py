@@ -7,7 +7,9 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,6 +113,22 @@ def test_what_is_no_run_is_refused() -> None:
         shardwise.Run(8)  # type: ignore[arg-type]
     with pytest.raises(shardwise.UserError, match="1 is no name of a key"):
         shardwise.Run({1: 2})  # type: ignore[dict-item]
+
+
+def test_a_name_that_no_file_has_is_said_to_be_one(tmp_path: Path) -> None:
+    """Run("a\\0b") was a file that has a number with too many digits."""
+    refused = {"a\0b": r"'a\\x00b' cannot .* NUL", "a\ud800b": r"'a\\ud800b' cannot .* Unicode", b"ab": "not", 5: "not"}
+    verbs: dict[str, Callable[[Any], object]] = {
+        "": shardwise.Run, "out": lambda name: shardwise.train({}, name),
+        "checkpoint": shardwise.serve, "paths": shardwise.trace,
+    }  # fmt: skip
+    for key, verb in verbs.items():
+        for name, phrase in refused.items():
+            with pytest.raises(shardwise.UserError, match=phrase) as e:
+                verb(name)
+            assert e.value.problems[0].key == key
+    with pytest.raises(shardwise.UserError, match="NUL"):
+        shardwise.Run(tmp_path / "a\0b")
 
 
 def test_all_mistakes_at_once() -> None:
