@@ -4,7 +4,8 @@ launches, with stand-ins for the collectives (`stand_in.py`).
 The rank trains on random tokens, routed evenly over experts. It runs enough microbatches to reach peak memory, and the plan it is
 compared with is for a step of that many. Without `hold`, stand-ins take almost no time, so the measured time is the rank's own
 work. With `hold`, each stand-in keeps its stream busy for the collective's planned time, so exposed communication shows. Kernels
-are classified by their names, as `shardwise trace` does; device-to-device copies are the stand-ins' own, and left out.
+are classified by their names, as `shardwise trace` does; device-to-device copies are the stand-ins' own, and left out. Compute
+time is the time in which any kernel runs; times by kind are sums, in which kernels that run beside others count once more.
 
 A rehearsal also gives a hardware profile: the GEMMs and attention of the rank, timed inside its step, with the step's effects on
 the chip's clock and caches. The planner corrects its curves with these points near their shapes.
@@ -17,12 +18,13 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -43,6 +45,7 @@ from shardwise.plan.trainer.memory import memory_of_rank
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.ranks.coordinates import GROUPS, RankCoordinates, group_span
 from shardwise.trace.kernel_names import category_of
+from shardwise.trace.spans.intervals import total, union
 from shardwise.train import cuda_graph, tune_gemms
 from shardwise.train.step import TrainState
 
@@ -178,6 +181,8 @@ class _Measured:
     parts: Counter[str]
     """Seconds of a step's kernels by category."""
     kernels: int
+    busy: float
+    """Seconds of a step in which a kernel runs."""
     owners: dict[str, int]
     allocated: tuple[int, int] | None
     """The allocator's peak of requested and of reserved bytes; None without a GPU."""
@@ -214,13 +219,13 @@ def _measure(
     read(profiler)
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
-    parts, kernels = _kernels(profiler) if cuda else (Counter[str](), 0)
+    parts, kernels, busy = kernels_of(profiler.events() or () if cuda else ())
     owners = dict(
         parameters=unique_bytes(parameters_of(train_state)),
         gradients=unique_bytes(gradients_of(train_state)),
         optimizer=unique_bytes(optimizer_of(train_state)),
     )
-    return _Measured(seconds, parts, kernels, owners, allocated)
+    return _Measured(seconds, parts, kernels, busy, owners, allocated)
 
 
 def profiled(train_state: TrainState, batch: Any, behind: int) -> profile:
@@ -257,18 +262,20 @@ def _host_seconds(act: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _kernels(profiler: profile) -> tuple[Counter[str], int]:
-    """Seconds and number of the kernels of a step, without copies."""
+def kernels_of(events: Iterable[Any]) -> tuple[Counter[str], int, float]:
+    """Seconds by category and number of the kernels of a step, without copies, and the seconds in which any of them runs: those of
+    several streams slow each other down while they run at once."""
     parts: Counter[str] = Counter()
-    count = 0
-    for event in profiler.events() or ():
+    spans: list[tuple[float, float]] = []
+    for event in events:
         if event.device_type.name != "CUDA" or event.name.startswith(("Memcpy", "Memset")):
             continue
         if "spin" in event.name or event.is_user_annotation:
             continue
         parts[category_of(event.name)] += event.device_time * 1e-6
-        count += 1
-    return parts, count
+        spans.append((event.time_range.start, event.time_range.end))
+    start, end = (1e3 * np.array(spans).reshape(-1, 2)).round().astype(np.int64).T
+    return parts, len(spans), 1e-9 * total(union(start, end))
 
 
 def _beside(run: Run, job: Job, rank: int, measured: _Measured) -> Iterator[Difference]:
@@ -282,7 +289,7 @@ def _beside(run: Run, job: Job, rank: int, measured: _Measured) -> Iterator[Diff
     compute = sum(parts[name] for name in COMPUTE) + parts["optimizer"]
     exposed = {name: value for name, value in parts.items() if name not in (*COMPUTE, "optimizer")}
     took = statistics.median(measured.seconds)
-    done = sum(measured.parts.values())
+    done = measured.busy
     step = compute + sum(exposed.values())
     if measured.allocated is None:
         yield Difference("time", "time step", step, took)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from shardwise.cli.main import main
 from shardwise.hardware import Profile, collective_seconds, load_profile
 from shardwise.ledger import Difference
 from shardwise.measure.bench.machine import empty_profile
-from shardwise.measure.rehearse import Rehearsal, planned_seconds, profiled, rehearse
+from shardwise.measure.rehearse import Rehearsal, kernels_of, planned_seconds, profiled, rehearse
 from shardwise.measure.stand_in import repeat, stand_in_collectives
 from shardwise.measure.verify import random_batch
 from shardwise.parallel.collectives import all_gather_single, reduce_scatter_single
@@ -66,6 +67,27 @@ def test_a_rank_is_compared_with_its_own_plan_and_what_differs_is_said() -> None
     differs = Difference("memory", "memory parameters", 100.0, 99.0), Difference("time", "time step", 1.0, 3.0)
     judged = dict.fromkeys(("time", "memory"), float("inf")) | {"memory: memory parameters": 0.0}
     assert agreement(differs, judged) == "1 of 2 quantities differs by more than the tolerance."
+
+
+def test_kernels_that_run_at_once_take_their_time_once() -> None:
+    def kernel(name: str, start: float, end: float, device: str = "CUDA") -> SimpleNamespace:
+        spans = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, time_range=spans, device_time=end - start, is_user_annotation=False,
+                               device_type=SimpleNamespace(name=device))  # fmt: skip
+
+    events = [
+        kernel("nvjet_sm90_gemm", 0.0, 10.0),
+        kernel("_add", 8.0, 14.0),
+        kernel("Memcpy DtoD", 20.0, 90.0),
+        kernel("aten::mm", 0.0, 50.0, device="CPU"),
+        kernel("_adamw", 30.5, 31.0),
+    ]
+    parts, count, busy = kernels_of(events)
+    assert count == 3
+    assert parts["matmul"] == pytest.approx(10e-6)
+    assert sum(parts.values()) == pytest.approx(16.5e-6)
+    assert busy == pytest.approx(14.5e-6)
+    assert kernels_of(()) == ({}, 0, 0.0)
 
 
 def test_of_several_steps_only_the_last_is_recorded() -> None:

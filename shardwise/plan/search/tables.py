@@ -381,11 +381,8 @@ def rows_of(job: Job, sizes: Sizes) -> Rows:
     made = matrix * (1.0 - narrow * (1.0 - job.width / high)) + entering
     saved = np.where(chunked, made, rows * columns * high + entering / sizes.tensor)
     if job.logprobs:  # chunks of logits, also in high precision, and the head's gradient; its input is saved
-        both, chunks = (
-            lines * job.width + columns * high * (job.width < high),
-            np.ceil(rows * columns * high / job.chunk_bytes),
-        )
-        loss, saved = rows * both / chunks + matrix, entering
+        some = rows / np.ceil(rows * columns * high / job.chunk_bytes)
+        loss, saved = some * (lines * job.width + columns * high * (job.width < high)) + matrix, entering
     width = np.maximum(m.ffn, m.expert_ffn * m.experts_per_token) / sizes.tensor
     passing = (2.0 if m.gated else 1.0) * rows * width * job.width * (job.framework.kernels != "compiled")
     if m.experts and job.framework.kernels == "compiled":  # experts of other ranks are not
