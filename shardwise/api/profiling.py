@@ -226,4 +226,8 @@ def profile(
 
     `peak` is the device's peak FLOP/s, for the MFU; not needed for known GPUs. Compiled modules run eagerly meanwhile.
     """
+    from torch.nn import Module
+
+    if not isinstance(module, Module):
+        raise UserError(f"a module is a torch.nn.Module, not {type(module).__name__}")
     return Profile(module, peak, memory, time, depth)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.ledger import Memory, Traffic
-from shardwise.run.problems import UserError
+from shardwise.run.problems import UserError, as_path
 
 if TYPE_CHECKING:
     import pandas
@@ -59,8 +59,8 @@ class Result(ABC):
 
     def save(self, path: str | Path) -> None:
         """Write it to a file: .html is the page, anything else JSON."""
-        text = self.page() if Path(path).suffix in (".html", ".htm") else self.to_json()
-        Path(path).write_text(text, encoding="utf-8")
+        file = as_path(path)
+        file.write_text(self.page() if file.suffix in (".html", ".htm") else self.to_json(), encoding="utf-8")
 
     def __repr__(self) -> str:
         return printed(self._shown())

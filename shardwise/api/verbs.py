@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.api.run import Run, Source, as_run
-from shardwise.run.problems import UserError, as_path
+from shardwise.run.problems import Problem, UserError, as_path, nearest
 
 if TYPE_CHECKING:
     from shardwise.api.processes import Server, TrainResult
@@ -72,11 +73,37 @@ def trace(
 
     if not paths:
         raise UserError("name profiles, or folders that hold them")
-    first, last = steps or (None, None)
+    _check_trace(steps, all_events, chip, dtype)
+    first, last = (None, None) if steps is None else steps
     asked = Namespace(
         from_step=first, to_step=last, all_events=all_events, cache=None, no_cache=not cache, chip=chip, dtype=dtype
     )
     return TraceResult(read_and_explain([as_path(path, "paths") for path in paths], asked))
+
+
+def _check_trace(steps: object, all_events: bool, chip: object, dtype: object) -> None:
+    """Refuses arguments of `trace` that are wrong, all at once."""
+    from shardwise.hardware.chips import ITEM_BYTES
+
+    problems = []
+    given = steps if isinstance(steps, tuple | list) else ()
+    if steps is None:
+        pass
+    elif len(given) != 2 or not all(isinstance(step, Integral | None) for step in given):
+        one = steps if isinstance(steps, Integral) else 3
+        reason = f"is {steps!r}, but has to be the first and the last profiler step; ({one}, {one}) is step {one} alone"
+        problems.append(Problem(reason, "steps"))
+    elif None not in given and given[1] < given[0]:
+        problems.append(Problem(f"the last step, {given[1]}, comes before the first, {given[0]}", "steps"))
+    if steps is not None and all_events:
+        problems.append(Problem("looks at the whole file; leave it out to choose steps", "all_events"))
+    if not isinstance(chip, str | None):
+        problems.append(Problem(f"{chip!r} is not the name of a chip", "chip"))
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        known = nearest(str(dtype), ITEM_BYTES) or f"; known: {', '.join(ITEM_BYTES)}"
+        problems.append(Problem(f"there is no {dtype!r}{known}", "dtype"))
+    if problems:
+        raise UserError(*problems)
 
 
 def serve(checkpoint: str | Path, **options: str | int | float | bool) -> Server:

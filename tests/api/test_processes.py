@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,5 +109,34 @@ def test_a_profile_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found.to_dict()["step_time"] == found.answers.step_time
     assert found.findings[0].title in found.page()
     assert repr(found)
+    assert shardwise.trace(H200, steps=(2, 2)).answers.step_time
     with pytest.raises(shardwise.UserError):
         shardwise.trace()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (dict(steps=5), ["steps: is 5, but has to be the first and the last profiler step; (5, 5) is step 5 alone"]),
+        (dict(steps=0), ["(0, 0) is step 0 alone"]),
+        (dict(steps=(1, 2, 3)), ["steps: is (1, 2, 3)"]),
+        (dict(steps="ab"), ["steps: is 'ab'"]),
+        (dict(steps=("a", 1)), ["steps: is ('a', 1)"]),
+        (dict(steps=(4, 3)), ["steps: the last step, 3, comes before the first, 4"]),
+        (dict(steps=(3, 4), all_events=True), ["all_events: looks at the whole file"]),
+        (
+            dict(steps=5, chip=6, dtype="bfloat61"),
+            ["steps: is 5", "chip: 6 is not", "dtype: there is no 'bfloat61'; did you mean bfloat16"],
+        ),
+    ],
+)
+def test_wrong_arguments_of_a_trace_are_sentences(arguments: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(shardwise.UserError) as e:
+        shardwise.trace(H200, **arguments)
+    for words, problem in zip(said, e.value.problems, strict=True):
+        assert words in str(problem)
+
+
+def test_what_is_no_module_is_not_profiled() -> None:
+    with pytest.raises(shardwise.UserError, match=r"a module is a torch\.nn\.Module, not int"):
+        shardwise.profile(5)  # type: ignore[arg-type]
