@@ -51,12 +51,17 @@ def gptq(
     act_order: bool = False,
 ) -> QuantizedMatrix | None:
     """A matrix [out, in] rounded for inputs with this sum of outer products. `act_order` rounds the columns with the largest
-    inputs first; the groups and their scales are then fixed beforehand."""
+    inputs first; the groups and their scales are then fixed beforehand. Columns whose inputs were always 0 become 0, as in the
+    authors' code, so that scales are those of the others. Nothing is known of a matrix without any inputs, such as that of an
+    expert that no token chose: it is rounded as it is."""
     columns = weight.shape[1]
     group = form.group_of(columns)
     if not group:
         return None
     left = weight.to(products.dtype).clone()
+    dead = products.diagonal() == 0
+    if not dead.all():
+        left[:, dead] = 0
     scale_dtype = stored_scale_dtype(form, dtype)
     scales, zeros = scales_of(left.unflatten(1, (-1, group)), form, scale_dtype)
     order = torch.arange(columns, device=left.device)

@@ -74,6 +74,24 @@ def test_gptq_of_inputs_that_never_came_is_rounding() -> None:
     assert torch.equal(made.dequantized(), nearest.dequantized())
 
 
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("form", [INT4, WeightFormat("int4", 128), QUANTIZED["int8"], QUANTIZED["fp8"]])
+def test_gptq_removes_columns_whose_inputs_were_always_zero(form: WeightFormat, act_order: bool) -> None:
+    """As the authors' code does. The others are rounded as if these had never been there, to scales of their own."""
+    weight = torch.randn(24, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x, dead = drawn_inputs(600, 256), torch.arange(5, 256, 7)
+    x[:, dead] = 0
+    weight[:, dead] *= 100
+    made = gptq(weight, x.T @ x, form, torch.float64, act_order=act_order)
+    assert made is not None
+    assert not made.dequantized()[:, dead].any()
+    weight[:, dead] = 0
+    without = gptq(weight, x.T @ x, form, torch.float64, act_order=act_order)
+    assert without is not None
+    assert torch.equal(made.dequantized(), without.dequantized())
+    assert error_of(made, weight, x) < error_of(round_matrix(weight, form), weight, x)
+
+
 def test_gptq_without_damping_damps_what_cannot_be_inverted() -> None:
     weight = torch.randn(4, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x = drawn_inputs(8, 32)  # fewer inputs than channels
