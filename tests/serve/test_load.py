@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from running import running
 
 from shardwise.report.load_view import load_page
+from shardwise.run import UserError
 from shardwise.run.lengths import parse_lengths
 from shardwise.schedules.serving.figures import Limits, percentiles
 from shardwise.serve.load.client import Address, Answer, Connection
@@ -212,6 +213,17 @@ def test_a_load_at_a_rate_and_with_concurrency() -> None:
         assert sorted(asked[0]) == sorted(asked[1]), "the same is asked, however it is asked"
         assert {len(prompt) for prompt, _ in asked[0]} <= set(range(3, 31))
         assert all(request.ignore_end for request in engine.requests)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"), [("", "give it with --api-key KEY"), ("guess", "not accept the key of --api-key")]
+)
+def test_a_server_that_wants_a_key_is_said_to_want_one(key: str, said: str) -> None:
+    """It was said not to list its models."""
+    with running(keys=("secret",)) as server:
+        with pytest.raises(UserError, match=rf"{said} \(status 401: .*API key"):
+            asyncio.run(run_load(Address.of(server.url, key), Load(1)))
+        assert not asyncio.run(run_load(Address.of(server.url, "secret"), Load(1, concurrency=1)))[0].answer.error
 
 
 @pytest.mark.parametrize("url", ["", "ftp://a", "http://", "//"])

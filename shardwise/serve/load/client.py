@@ -79,6 +79,8 @@ class Connection(asyncio.Protocol):
     """One connection, one request at a time."""
 
     def __init__(self) -> None:
+        self.status = 0
+        """The status of the last answer."""
         self.body = b""
         """The body of an answer that is not a stream."""
         self._transport: asyncio.Transport | None = None
@@ -108,7 +110,7 @@ class Connection(asyncio.Protocol):
         self._done = asyncio.get_running_loop().create_future()
         self._buffer, self._head, self._line = b"", True, b""
         self._chunked = self._keeps = self._streams = False
-        self._status, self.body = 0, b""
+        self.status, self.body = 0, b""
         self._transport.write(request)
         try:
             async with asyncio.timeout(seconds):
@@ -166,13 +168,13 @@ class Connection(asyncio.Protocol):
         if status is None:
             raise ValueError(f'it begins with "{first[:50]}"')
         self._head = False
-        self._status = int(status[2])
+        self.status = int(status[2])
         self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
         length = headers.get("content-length")
         self._left = None if length is None else _number(length, 10)
         words = headers.get("connection", "").lower()
         self._keeps = "keep-alive" in words if status[1] == "0" else "close" not in words
-        self._streams = self._status == 200 and "event-stream" in headers.get("content-type", "")
+        self._streams = self.status == 200 and "event-stream" in headers.get("content-type", "")
 
     def _chunks(self, data: bytes, now: float) -> bytes:
         """Read complete chunks; returns the remaining bytes."""
@@ -221,8 +223,8 @@ class Connection(asyncio.Protocol):
                 answer.times.append(now)
 
     def _complete(self) -> None:
-        reason = f"status {self._status}: {self.body[:300].decode(errors='replace')}"
-        self._end("" if self._status == 200 else reason)
+        reason = f"status {self.status}: {self.body[:300].decode(errors='replace')}"
+        self._end("" if self.status == 200 else reason)
 
     def _end(self, error: str) -> None:
         if self._answer is not None and self._done is not None and not self._done.done():

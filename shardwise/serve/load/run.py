@@ -196,6 +196,11 @@ async def _first_model(address: Address) -> dict[str, Any]:
     except OSError as e:
         raise UserError(f"there is no server at {address.host}:{address.port}: {e.strerror or e}") from None
     connection.close()
+    if connection.status == 401:
+        wrong = (
+            "does not accept the key of --api-key" if address.key else "wants an API key; give it with --api-key KEY"
+        )
+        raise UserError(f"{address.host}:{address.port} {wrong} ({answer.error})")
     try:
         if answer.error:
             raise ValueError(answer.error)
