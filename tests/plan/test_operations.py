@@ -202,3 +202,29 @@ def test_frozen_matrices_of_4_bits_are_gathered_as_they_are_held() -> None:
         job = job_of(run_from_dict(keys | dict(train=dict(dtype="bfloat16", seq_len=128))))
         seconds[kind] = data_seconds(job, LocalNumel(1e9, 0.0), (2.0, 0.0)).forward
     assert seconds["qlora"] < 0.5 * seconds["lora"]
+
+
+def weight_passes(ending: str, model: dict[str, Any], layout: dict[str, Any], microbatches: int = 1) -> float:
+    """Bytes moved for gradients of weights in a layer, in the ops whose names end so."""
+    train = dict(
+        global_batch=microbatches * layout.get("replicate", 1),
+        microbatch=1,
+        seq_len=64,
+        device="cuda",
+        dtype="bfloat16",
+    )
+    run = run_from_dict(dict(model=model, train=train, layout=layout, cluster=dict(chip="h200")))
+    return sum(float(op.bytes[2]) for op in layer(job_of(run), routed=False) if op.name.endswith(ending))
+
+
+def test_replicas_add_every_gradient_to_a_bucket_of_zeros() -> None:
+    """DistributedDataParallel: zeroed and divided once a step, added once a microbatch, all in float32."""
+    numel = weight_passes("added", LLAMA, {}, 2) / 6  # 12 bytes for one of two microbatches
+    for microbatches, each in ((1, 8), (2, 12 + 12 / 2), (4, 12 + 12 / 4)):
+        assert weight_passes("added", LLAMA, dict(replicate=2), microbatches) == pytest.approx(numel * each)
+
+
+def test_gradients_of_biases_read_those_of_outputs() -> None:
+    m = run_from_dict(dict(model=GPT)).model
+    for bias, columns in (("none", 0), ("qkv", 3 * m.hidden), ("all", 3 * m.hidden + m.hidden + m.ffn + m.hidden)):
+        assert weight_passes("bias", GPT | dict(bias=bias), {}) == 64 * columns * 2
