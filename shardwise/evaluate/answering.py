@@ -135,18 +135,20 @@ class EngineAnswerer(Answerer):
 class HttpAnswerer(Answerer):
     """A server with OpenAI's completions API, such as `shardwise serve`, that takes token prompts and echoes their logprobs."""
 
-    def __init__(self, url: str, tokenizer: Tokenizer, longest: int) -> None:
+    def __init__(self, url: str, tokenizer: Tokenizer, longest: int, api_key: str = "") -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"{url} is not the address of a server, such as http://localhost:8000")
-        self.tokenizer, self.longest = tokenizer, longest - 1
+        self.tokenizer, self.longest, self._key = tokenizer, longest - 1, api_key
         self._parts, self._path = parts, parts.path.rstrip("/").removesuffix("/v1") + "/v1/"
         self._model = self._ask("GET", "models")["data"][0]["id"]
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=600)
-        headers = {"Content-Type": "application/json"}
+        headers: dict[str, str | bytes] = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}".encode()
         try:
             connection.request(method, self._path + path, json.dumps(body) if body else None, headers)
             response = connection.getresponse()
@@ -155,6 +157,9 @@ class HttpAnswerer(Answerer):
             raise UserError(f"{self._parts.geturl()} does not answer: {e}") from None
         finally:
             connection.close()
+        if response.status == 401:
+            wrong = "does not accept the api_key" if self._key else "wants an API key; give it as api_key"
+            raise UserError(f"{self._parts.geturl()} {wrong} ({text[:300].decode(errors='replace')})")
         if response.status != 200:
             raise UserError(f"{self._parts.geturl()} answers {response.status}: {text[:300].decode(errors='replace')}")
         try:

@@ -38,17 +38,19 @@ class ShardwiseLM(LM):
         longest: int | str = 0,
         answerer: Answerer | None = None,
         template: ChatTemplate | None = None,
+        api_key: str = "",
         **_: Any,
     ) -> None:
         """`checkpoint`: a checkpoint or run folder. With a `url` only its tokenizer is read, and the server at that address
-        answers. lm-eval's own options (`batch_size`, `device`) are ignored: the engine decides those."""
+        answers, to an `api_key` if it wants one. lm-eval's own options (`batch_size`, `device`) are ignored: the engine decides
+        those."""
         super().__init__()
         if answerer is None:
             folder = checkpoint_folder(Path(checkpoint))
             run = read_run(folder / RUN_FILE)
             tokenizer, longest = load_tokenizer(folder), int(longest) or run.model.max_positions
             template = load_template(folder, tokenizer)
-            answerer = HttpAnswerer(url, tokenizer, longest) if url else engine_answerer(folder, run, longest)
+            answerer = HttpAnswerer(url, tokenizer, longest, api_key) if url else engine_answerer(folder, run, longest)
         self.answerer, self.template = answerer, template
 
     @classmethod
@@ -57,9 +59,9 @@ class ShardwiseLM(LM):
         return cls(str(checkpoint), longest=longest)
 
     @classmethod
-    def of_server(cls, url: str, checkpoint: str | Path, longest: int = 0) -> ShardwiseLM:
+    def of_server(cls, url: str, checkpoint: str | Path, longest: int = 0, api_key: str = "") -> ShardwiseLM:
         """A model run by a server; `checkpoint` is the one it serves, for its tokenizer."""
-        return cls(str(checkpoint), url, longest)
+        return cls(str(checkpoint), url, longest, api_key=api_key)
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         pairs = [self.answerer.encode_pair(*request.args) for request in requests]

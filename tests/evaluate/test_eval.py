@@ -184,6 +184,14 @@ def test_over_http_as_in_this_process(trained: Path, answerer: EngineAnswerer) -
         HttpAnswerer("http://127.0.0.1:1", ByteTokenizer(), 64)
 
 
+def test_a_server_that_wants_a_key_gets_it() -> None:
+    with running(keys=("schlüssel",)) as server:
+        for key, said in (("", "wants an API key; give it as api_key"), ("guess", "does not accept the api_key")):
+            with pytest.raises(UserError, match=said):
+                HttpAnswerer(server.url, ByteTokenizer(), 64, key)
+        assert HttpAnswerer(server.url, ByteTokenizer(), 64, "schlüssel").generate([]) == []
+
+
 @pytest.mark.parametrize(
     "said",
     [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", b"HTTP/1.1 200 OK\r\n\r\n<p>"],
