@@ -27,7 +27,7 @@ NEWER = {
     "neox-zb": 18.11, "v3-tensor": 45.88, "8x7b-pipeline": 31.63,
     "8b-tensor": 28.96, "13b-rowwise": 55.92, "32b-ulysses": 20.02, "70b-zero3": 20.61,
     "7b-machine": 53.86, "13b-zero2": 104.1, "14b-fp8": 42.34, "66b-interleaved": 15.63, "72b-zb": 35.94, "70b-ulysses": 13.68,
-    "1.5b-ddp": 46.15, "7b1": 47.70,
+    "1.5b-ddp": 46.15, "7b1": 47.70, "8x22b-zero3": 20.31, "a3b-pipeline": 12.67, "v3-context": 33.86, "405b-interleaved": 84.43,
 }  # fmt: skip
 """Those of rehearsals that run enough microbatches for the gradients of all stages."""
 

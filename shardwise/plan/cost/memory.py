@@ -52,24 +52,33 @@ def standing_casts(job: Job, recompute: str) -> float:
 
 
 def gathered_layers(job: Job) -> Number:
-    """ZeRO-3: bytes of the layers gathered at one time, and of the unsharded gradient of the layer that is ending."""
-    return (1 + job.layout.prefetch) * gathered_layer(job) + reduced_layer(job)
+    """ZeRO-3: bytes of the layers gathered at one time, and of the unsharded gradient of the layer that is ending. Gradients of
+    experts are reduced first, by themselves, and when the layer's other gradients are, that is done; until then the tensors that
+    experts have saved are freed."""
+    gathered = (1 + job.layout.prefetch) * gathered_layer(job)
+    if not job.model.experts or job.framework.family != "shardwise":
+        return gathered + reduced_layer(job)
+    m, (dense, experts) = job.model, _sharded_numels(job)
+    each = job.framework.reduce_bytes * job.learned
+    freed = job.rows / job.layout.tensor * m.experts_per_token * (m.hidden + 3.0 * m.expert_ffn) * job.width
+    return gathered + np.maximum(dense * each, experts * each - freed)
 
 
 def gathered_layer(job: Job) -> Number:
     """Bytes of one of them. The buffer of the last all-gather stays, also where no layer is at work."""
-    return _sharded_numel(job) * job.framework.gather_bytes
+    return sum(_sharded_numels(job)) * job.framework.gather_bytes
 
 
 def reduced_layer(job: Job) -> Number:
     """ZeRO-2 and 3: bytes of the unsharded gradient of the layer that is ending, as it is reduced."""
-    return _sharded_numel(job) * job.framework.reduce_bytes * job.learned
+    return sum(_sharded_numels(job)) * job.framework.reduce_bytes * job.learned
 
 
-def _sharded_numel(job: Job) -> Number:
-    """Elements of a layer that other ranks have shards of; experts that one rank holds whole are not among them."""
+def _sharded_numels(job: Job) -> tuple[Number, Number]:
+    """Elements of a layer that other ranks have shards of, without the experts, and of the experts; those that one rank holds whole
+    are not among them."""
     held, (zero, expert_zero) = layer_parameters(job, routed=bool(job.model.experts)), zero_groups(job)
-    return held.dense * (zero > 1) + held.experts * (expert_zero > 1)
+    return held.dense * (zero > 1), held.experts * (expert_zero > 1)
 
 
 def buffers(job: Job) -> Number:
