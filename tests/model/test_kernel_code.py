@@ -13,18 +13,22 @@ K, WIDTH = 2, 1024
 ROWS, INDICES = "*bf16", "*i32"
 
 
-def accesses(kernel: Any, **arguments: Any) -> Counter[str]:
-    """How often the code of a kernel has each width of a load or store of global memory. Arguments are a pointer's type or a
-    constant."""
+def code(kernel: Any, warps: int = 2, **arguments: Any) -> str:
+    """The code of a kernel. Arguments are a type or a constant."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
     types = {name: value if isinstance(value, str) else "constexpr" for name, value in arguments.items()}
     constants = {name: value for name, value in arguments.items() if not isinstance(value, str)}
-    aligned = {(n,): [["tt.divisibility", 16]] for n, given in enumerate(types.values()) if given != "constexpr"}
+    aligned = {(n,): [["tt.divisibility", 16]] for n, given in enumerate(types.values()) if given[0] in "*i"}
     source = triton.compiler.ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2})
-    return Counter(re.findall(r"(?:ld|st)\.global[\w.:]*", made.asm["ptx"]))
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 2})
+    return str(made.asm["ptx"])
+
+
+def accesses(kernel: Any, **arguments: Any) -> Counter[str]:
+    """How often the code of a kernel has each width of a load or store of global memory."""
+    return Counter(re.findall(r"(?:ld|st)\.global[\w.:]*", code(kernel, **arguments)))
 
 
 def test_rows_go_to_their_experts_16_bytes_at_a_time() -> None:
@@ -46,3 +50,17 @@ def test_rows_go_to_their_experts_16_bytes_at_a_time() -> None:
     )  # fmt: skip
     assert backward["st.global.v4.b32"]
     assert max(backward["ld.global.b16"], backward["st.global.b16"]) <= K
+
+
+@pytest.mark.parametrize("name", ["_bounded_attention", "_attention_backward_q", "_attention_backward_kv"])
+def test_tiles_of_attention_are_loaded_ahead(name: str) -> None:
+    """A condition around the loads of a tile would keep the compiler from that, and make a kernel several times slower."""
+    pytest.importorskip("triton")
+    from shardwise.model.kernels.attention import bounded
+
+    kernel = getattr(bounded, name)
+    wide = dict.fromkeys(("OUT", "LSE", "DELTA", "DQ", "DK", "DV_OUT"), "*fp32")
+    known = dict.fromkeys(("Q", "K", "V", "GRAD"), ROWS) | wide | dict.fromkeys(("LOW", "PLACE", "KEY_PLACE"), INDICES)
+    shape = dict(HEADS=8, GROUPS=2, WIDTH=128, V_WIDTH=128, D=128, DV=128, M=64, N=64, scale="fp32")
+    given = {argument: (known | shape).get(argument, "i32") for argument in kernel.arg_names}
+    assert "cp.async.cg" in code(kernel, warps=4, **given)

@@ -32,6 +32,7 @@ def check(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str, tolera
             torch.randperm(length, generator=generator)[:n].sort().values.int() for n in (queries, keys)
         )
         low = (place - torch.randint(0, length // 2, (batch, queries), generator=generator)).clamp(min=0).int()
+        low = low.cummax(dim=1).values  # as those of documents and windows do
         bounds = Bounds(*(x.to(device) for x in (low, place, key_place)), 0.0)
         out, lse = bounded_attention(q, k, v, SCALE, *bounds[:3])
         expected, sums = attend_block(q.double(), k.double(), v.double(), SCALE, bounds)

@@ -2,8 +2,9 @@
 document or of its window, and its own position. Output and log-sum-exp are float32, so that partial results of a row can be
 merged.
 
-Tiles of keys outside the bounds of all queries of a tile are skipped (flash attention, Dao 2023). The backward pass takes the
-output and the log-sum-exp of whole rows.
+Positions and bounds increase, so the tiles of keys that some query of a tile sees lie side by side: a program finds the first and
+the last of them by bisection and loads the others ahead of their use (flash attention, Dao 2023). A condition on each tile would
+keep the compiler from that. The backward pass takes the output and the log-sum-exp of whole rows.
 """
 
 from __future__ import annotations
@@ -24,6 +25,34 @@ def _rows(  # type: ignore[no-untyped-def]
     return tl.load(
         X + at[:, None] * stride + column[None, :], mask=inside[:, None] & (column[None, :] < WIDTH), other=0.0
     )
+
+
+@triton.jit
+def _tiles_before(  # type: ignore[no-untyped-def]
+    BOUNDS, count, bound, N: tl.constexpr
+):
+    """Tiles of which even the last of the increasing bounds is below `bound`."""
+    low = tl.program_id(0) * 0  # no constant, which a loop could not change
+    high = low + tl.cdiv(count, N)
+    while low < high:
+        middle = (low + high) // 2
+        below = tl.load(BOUNDS + tl.minimum((middle + 1) * N, count) - 1) < bound
+        low, high = tl.where(below, middle + 1, low), tl.where(below, high, middle)
+    return low
+
+
+@triton.jit
+def _tiles_up_to(  # type: ignore[no-untyped-def]
+    BOUNDS, count, bound, N: tl.constexpr
+):
+    """Tiles of which the first of the increasing bounds is no higher than `bound`."""
+    low = tl.program_id(0) * 0  # no constant, which a loop could not change
+    high = low + tl.cdiv(count, N)
+    while low < high:
+        middle = (low + high) // 2
+        within = tl.load(BOUNDS + middle * N) <= bound
+        low, high = tl.where(within, middle + 1, low), tl.where(within, high, middle)
+    return low
 
 
 @triton.jit
@@ -129,23 +158,21 @@ def _bounded_attention(  # type: ignore[no-untyped-def]
     highest = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
     out = tl.zeros((M, DV), tl.float32)
-    for start in range(0, keys, N):
-        n = start + tl.arange(0, N)
+    start, stop = _tiles_before(KEY_PLACE, keys, first, N) * N, _tiles_up_to(KEY_PLACE, keys, last, N) * N
+    for tile in range(start, stop, N):
+        n = tile + tl.arange(0, N)
         valid = n < keys
-        begin = tl.load(KEY_PLACE + start)
-        end = tl.load(KEY_PLACE + tl.minimum(start + N, keys) - 1)
-        if (begin <= last) & (end >= first):
-            key_place = tl.load(KEY_PLACE + n, mask=valid, other=0)
-            k = _rows(K + row * k0 + (head // GROUPS) * k1, n, k2, d, valid, WIDTH)
-            v = _rows(V + row * v0 + (head // GROUPS) * v1, n, v2, dv, valid, V_WIDTH)
-            s = _scores(q, k, low, place, key_place, valid, scale)
-            higher = tl.maximum(highest, tl.max(s, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.exp2(s - base[:, None])
-            shrink = tl.exp2(highest - base)
-            total = total * shrink + tl.sum(p, 1)
-            out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-            highest = higher
+        key_place = tl.load(KEY_PLACE + n, mask=valid, other=0)
+        k = _rows(K + row * k0 + (head // GROUPS) * k1, n, k2, d, valid, WIDTH)
+        v = _rows(V + row * v0 + (head // GROUPS) * v1, n, v2, dv, valid, V_WIDTH)
+        s = _scores(q, k, low, place, key_place, valid, scale)
+        higher = tl.maximum(highest, tl.max(s, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(s - base[:, None])
+        shrink = tl.exp2(highest - base)
+        total = total * shrink + tl.sum(p, 1)
+        out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+        highest = higher
     some = total > 0
     out = out / tl.where(some, total, 1.0)[:, None]
     lse = tl.where(some, (highest + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf"))
@@ -177,18 +204,16 @@ def _attention_backward_q(  # type: ignore[no-untyped-def]
     low = tl.load(LOW + row * low0 + at, mask=here, other=2147483647)
     first, last = tl.min(low, 0), tl.max(place, 0)
     dq = tl.zeros((M, D), tl.float32)
-    for start in range(0, keys, N):
-        n = start + tl.arange(0, N)
+    start, stop = _tiles_before(KEY_PLACE, keys, first, N) * N, _tiles_up_to(KEY_PLACE, keys, last, N) * N
+    for tile in range(start, stop, N):
+        n = tile + tl.arange(0, N)
         valid = n < keys
-        begin = tl.load(KEY_PLACE + start)
-        end = tl.load(KEY_PLACE + tl.minimum(start + N, keys) - 1)
-        if (begin <= last) & (end >= first):
-            key_place = tl.load(KEY_PLACE + n, mask=valid, other=0)
-            k = _rows(K + row * k0 + (head // GROUPS) * k1, n, k2, d, valid, WIDTH)
-            v = _rows(V + row * v0 + (head // GROUPS) * v1, n, v2, dv, valid, V_WIDTH)
-            p = tl.exp2(_scores(q, k, low, place, key_place, valid, scale) - lse[:, None])
-            inner = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - delta[:, None])
-            dq += tl.dot(inner.to(k.dtype), k, input_precision="ieee")
+        key_place = tl.load(KEY_PLACE + n, mask=valid, other=0)
+        k = _rows(K + row * k0 + (head // GROUPS) * k1, n, k2, d, valid, WIDTH)
+        v = _rows(V + row * v0 + (head // GROUPS) * v1, n, v2, dv, valid, V_WIDTH)
+        p = tl.exp2(_scores(q, k, low, place, key_place, valid, scale) - lse[:, None])
+        inner = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - delta[:, None])
+        dq = tl.dot(inner.to(k.dtype), k, dq, input_precision="ieee")
     out = (tl.program_id(1).to(tl.int64) * queries + at[:, None]) * WIDTH + d[None, :]
     tl.store(DQ + out, dq * scale * 0.6931471805599453, mask=here[:, None] & (d[None, :] < WIDTH))
 
@@ -210,25 +235,26 @@ def _attention_backward_kv(  # type: ignore[no-untyped-def]
     key_place = tl.load(KEY_PLACE + n, mask=valid, other=2147483647)
     begin = tl.min(key_place, 0)
     end = tl.max(tl.where(valid, key_place, -1), 0)
+    start = _tiles_before(PLACE, queries, begin, M) * M
+    stop = _tiles_up_to(LOW + row * low0, queries, end, M) * M
     dk, dv_sum = tl.zeros((N, D), tl.float32), tl.zeros((N, DV), tl.float32)
     for member in range(GROUPS):
         head = kv_head * GROUPS + member
         sums = (row * HEADS + head) * queries
-        for start in range(0, queries, M):
-            at = start + tl.arange(0, M)
+        for tile in range(start, stop, M):
+            at = tile + tl.arange(0, M)
             here = at < queries
             place = tl.load(PLACE + at, mask=here, other=-1)
             low = tl.load(LOW + row * low0 + at, mask=here, other=2147483647)
-            if (begin <= tl.max(place, 0)) & (end >= tl.min(low, 0)):
-                q = _rows(Q + row * q0 + head * q1, at, q2, d, here, WIDTH)
-                grad = _rows(GRAD + row * g0 + head * g1, at, g2, dv, here, V_WIDTH)
-                lse = tl.load(LSE + sums + at, mask=here, other=0.0) * 1.4426950408889634
-                lse = tl.where(lse == float("-inf"), 0.0, lse)
-                delta = tl.load(DELTA + sums + at, mask=here, other=0.0)
-                p = tl.exp2(_scores(q, k, low, place, key_place, valid, scale) - lse[:, None])
-                dv_sum += tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision="ieee")
-                inner = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - delta[:, None])
-                dk += tl.dot(tl.trans(inner.to(q.dtype)), q, input_precision="ieee")
+            q = _rows(Q + row * q0 + head * q1, at, q2, d, here, WIDTH)
+            grad = _rows(GRAD + row * g0 + head * g1, at, g2, dv, here, V_WIDTH)
+            lse = tl.load(LSE + sums + at, mask=here, other=0.0) * 1.4426950408889634
+            lse = tl.where(lse == float("-inf"), 0.0, lse)
+            delta = tl.load(DELTA + sums + at, mask=here, other=0.0)
+            p = tl.exp2(_scores(q, k, low, place, key_place, valid, scale) - lse[:, None])
+            dv_sum = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv_sum, input_precision="ieee")
+            inner = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - delta[:, None])
+            dk = tl.dot(tl.trans(inner.to(q.dtype)), q, dk, input_precision="ieee")
     out = tl.program_id(1).to(tl.int64) * keys + n[:, None]
     tl.store(DK + out * WIDTH + d[None, :], dk * scale * 0.6931471805599453, mask=valid[:, None] & (d[None, :] < WIDTH))
     tl.store(DV_OUT + out * V_WIDTH + dv[None, :], dv_sum, mask=valid[:, None] & (dv[None, :] < V_WIDTH))
@@ -240,7 +266,9 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, backward: bool) -> tuple[dict[str, i
     wide = max(d, dv) > 128
     tile = (64 if wide or backward else 128, 32 if wide else 64)
     shape = dict(HEADS=q.shape[1], GROUPS=q.shape[1] // k.shape[1], WIDTH=width, V_WIDTH=v_width, D=d, DV=dv)
-    return shape | dict(M=tile[0], N=tile[1]), dict(num_warps=8 if max(d, dv) >= 128 else 4, num_stages=2)
+    return shape | dict(M=tile[0], N=tile[1]), dict(
+        num_warps=8 if max(d, dv) >= 128 else 4, num_stages=2 if wide or backward else 3
+    )
 
 
 def _by_element(*tensors: Tensor) -> list[Tensor]:
@@ -252,8 +280,8 @@ def bounded_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, low: Tensor, place: Tensor, key_place: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Queries [batch, heads, queries, width] to keys and values with the same number of heads or fewer. Query i has position
-    `place[i]` and attends to the keys j with `low[batch, i] <= key_place[j] <= place[i]`; the positions of keys increase. Returns
-    output and log-sum-exp."""
+    `place[i]` and attends to the keys j with `low[batch, i] <= key_place[j] <= place[i]`. `place`, `key_place` and `low` increase
+    along a row, or stay. Returns output and log-sum-exp."""
     q, k, v = _by_element(q, k, v)
     batch, heads, queries, _ = q.shape
     out = torch.empty(batch, heads, queries, v.shape[-1], dtype=torch.float32, device=q.device)
