@@ -28,30 +28,17 @@ def _rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tiles_before(  # type: ignore[no-untyped-def]
-    BOUNDS, count, bound, N: tl.constexpr
+def _tiles_below(  # type: ignore[no-untyped-def]
+    BOUNDS, count, bound, N: tl.constexpr, LAST: tl.constexpr
 ):
-    """Tiles of which even the last of the increasing bounds is below `bound`."""
+    """Tiles of increasing bounds whose first is below `bound`, or even the `LAST`."""
     low = tl.program_id(0) * 0  # no constant, which a loop could not change
     high = low + tl.cdiv(count, N)
     while low < high:
         middle = (low + high) // 2
-        below = tl.load(BOUNDS + tl.minimum((middle + 1) * N, count) - 1) < bound
+        at = tl.minimum((middle + 1) * N, count) - 1 if LAST else middle * N
+        below = tl.load(BOUNDS + at) < bound
         low, high = tl.where(below, middle + 1, low), tl.where(below, high, middle)
-    return low
-
-
-@triton.jit
-def _tiles_up_to(  # type: ignore[no-untyped-def]
-    BOUNDS, count, bound, N: tl.constexpr
-):
-    """Tiles of which the first of the increasing bounds is no higher than `bound`."""
-    low = tl.program_id(0) * 0  # no constant, which a loop could not change
-    high = low + tl.cdiv(count, N)
-    while low < high:
-        middle = (low + high) // 2
-        within = tl.load(BOUNDS + middle * N) <= bound
-        low, high = tl.where(within, middle + 1, low), tl.where(within, high, middle)
     return low
 
 
@@ -158,7 +145,8 @@ def _bounded_attention(  # type: ignore[no-untyped-def]
     highest = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
     out = tl.zeros((M, DV), tl.float32)
-    start, stop = _tiles_before(KEY_PLACE, keys, first, N) * N, _tiles_up_to(KEY_PLACE, keys, last, N) * N
+    start = _tiles_below(KEY_PLACE, keys, first, N, True) * N
+    stop = _tiles_below(KEY_PLACE, keys, last + 1, N, False) * N
     for tile in range(start, stop, N):
         n = tile + tl.arange(0, N)
         valid = n < keys
@@ -204,7 +192,8 @@ def _attention_backward_q(  # type: ignore[no-untyped-def]
     low = tl.load(LOW + row * low0 + at, mask=here, other=2147483647)
     first, last = tl.min(low, 0), tl.max(place, 0)
     dq = tl.zeros((M, D), tl.float32)
-    start, stop = _tiles_before(KEY_PLACE, keys, first, N) * N, _tiles_up_to(KEY_PLACE, keys, last, N) * N
+    start = _tiles_below(KEY_PLACE, keys, first, N, True) * N
+    stop = _tiles_below(KEY_PLACE, keys, last + 1, N, False) * N
     for tile in range(start, stop, N):
         n = tile + tl.arange(0, N)
         valid = n < keys
@@ -235,8 +224,8 @@ def _attention_backward_kv(  # type: ignore[no-untyped-def]
     key_place = tl.load(KEY_PLACE + n, mask=valid, other=2147483647)
     begin = tl.min(key_place, 0)
     end = tl.max(tl.where(valid, key_place, -1), 0)
-    start = _tiles_before(PLACE, queries, begin, M) * M
-    stop = _tiles_up_to(LOW + row * low0, queries, end, M) * M
+    start = _tiles_below(PLACE, queries, begin, M, True) * M
+    stop = _tiles_below(LOW + row * low0, queries, end + 1, M, False) * M
     dk, dv_sum = tl.zeros((N, D), tl.float32), tl.zeros((N, DV), tl.float32)
     for member in range(GROUPS):
         head = kv_head * GROUPS + member
