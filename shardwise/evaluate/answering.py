@@ -139,7 +139,9 @@ class HttpAnswerer(Answerer):
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"{url} is not the address of a server, such as http://localhost:8000")
-        self.tokenizer, self.longest, self._key = tokenizer, longest - 1, api_key
+        self.tokenizer, self.longest, self._key = tokenizer, longest - 1, api_key.strip()
+        if any(character in self._key for character in "\r\n"):
+            raise UserError("a key has no line breaks")
         self._parts, self._path = parts, parts.path.rstrip("/").removesuffix("/v1") + "/v1/"
         self._model = self._ask("GET", "models")["data"][0]["id"]
 

@@ -189,7 +189,10 @@ def test_a_server_that_wants_a_key_gets_it() -> None:
         for key, said in (("", "wants an API key; give it as api_key"), ("guess", "does not accept the api_key")):
             with pytest.raises(UserError, match=said):
                 HttpAnswerer(server.url, ByteTokenizer(), 64, key)
-        assert HttpAnswerer(server.url, ByteTokenizer(), 64, "schlüssel").generate([]) == []
+        for key in ("schlüssel", "schlüssel\n"):  # as a file has it
+            assert HttpAnswerer(server.url, ByteTokenizer(), 64, key).generate([]) == []
+        with pytest.raises(UserError, match="a key has no line breaks"):
+            HttpAnswerer(server.url, ByteTokenizer(), 64, "schlüs\nsel")
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,8 @@ def weight_passes(ending: str, model: dict[str, Any], layout: dict[str, Any], mi
         dtype="bfloat16",
     )
     run = run_from_dict(dict(model=model, train=train, layout=layout, cluster=dict(chip="h200")))
-    return sum(float(op.bytes[2]) for op in layer(job_of(run), routed=False) if op.name.endswith(ending))
+    ops = layer(job_of(run), routed="experts" in model)
+    return sum(float(op.bytes[2]) for op in ops if op.name.endswith(ending))
 
 
 def test_replicas_add_every_gradient_to_a_bucket_of_zeros() -> None:
@@ -222,6 +223,12 @@ def test_replicas_add_every_gradient_to_a_bucket_of_zeros() -> None:
     numel = weight_passes("added", LLAMA, {}, 2) / 6  # 12 bytes for one of two microbatches
     for microbatches, each in ((1, 8), (2, 12 + 12 / 2), (4, 12 + 12 / 4)):
         assert weight_passes("added", LLAMA, dict(replicate=2), microbatches) == pytest.approx(numel * each)
+    for apart in (dict(sync_every=4), dict(compress="powersgd")):  # these exchange gradients by themselves
+        assert weight_passes("added", LLAMA, dict(replicate=2) | apart, 2) == pytest.approx(numel * 6)
+    mixed = EXPERTS | dict(experts=4)  # whole experts, which nothing shards, are in no bucket either
+    fourth = weight_passes("expert up added", mixed, dict(shard=4, expert=4), 8)
+    assert weight_passes("expert up added", mixed, {}, 2) == pytest.approx(4 * fourth)
+    assert fourth > 0
 
 
 def test_gradients_of_biases_read_those_of_outputs() -> None:

@@ -186,7 +186,7 @@ class OpList(list[Op]):
         self.append(Op(name, part, "matmul", seconds, every, NOTHING, saved, 0.0, once, early_stop=early_stop))
         alone = 1.0 - job.fully_sharded[part == "experts"]
         if framework.accumulate_bytes:
-            self._weight_pass(f"{name} added", part, numel * alone * self._added_bytes(alone), forward=False)
+            self._weight_pass(f"{name} added", part, numel * alone * self._added_bytes(), forward=False)
         biased = job.model.bias == "all" or (job.model.bias == "qkv" and name == "qkv")
         if biased and framework.family == "shardwise" and part in ("attention", "ffn"):  # others sum it up in the GEMM
             self._weight_pass(f"{name} bias", part, rows * columns * job.width, forward=False)
@@ -203,7 +203,7 @@ class OpList(list[Op]):
                     f"{name} transposed", part, 0.0, 2.0 * numel * (1.0 - alone), launches=(0.0, 1.0 - alone)
                 )
 
-    def _added_bytes(self, alone: Number) -> Number:
+    def _added_bytes(self) -> Number:
         """Bytes moved in each microbatch to add up a weight's gradient, for each element. DistributedDataParallel divides what is
         in its buckets once a step, and to buckets of zeros the first microbatch's gradient is added too (`zero_grad`)."""
         framework, microbatches = self.job.framework, np.maximum(self.job.accumulation, 1.0)
@@ -212,7 +212,8 @@ class OpList(list[Op]):
             return added
         bucket, several = framework.parameter_bytes, microbatches > 1
         in_buckets = framework.accumulate_bytes * several + bucket * (2.0 + several) / microbatches
-        return np.where((alone > 0) & (np.asarray(self.job.layout.replicate) > 1), in_buckets, added)
+        ddp = (1.0 - np.asarray(self.job.fully_sharded[0])) * (np.asarray(self.job.layout.sharding_replicas) > 1)
+        return np.where(ddp > 0, in_buckets, added)
 
     def _weight_pass(self, name: str, part: str, size: Number, *, forward: bool) -> None:
         """Bytes moved for a weight's gradient, and where `forward` for the weight too."""

@@ -85,9 +85,14 @@ def too_many_requests(serve: ServeConfig, engines: int) -> Problem | None:
     count = _number_of_requests(serve, engines)
     if count <= MOST_REQUESTS:
         return None
+    fewer = [
+        "serve.max_sequences",
+        *["serve.concurrency"] * (serve.concurrency > 0),
+        *["layout.replicate"] * (engines > 1),
+    ]
     return Problem(
         f"0 means {count:,} requests for {counted(engines, 'replica')} that run up to {serve.max_sequences:,} at once each, and a "
-        f"plan simulates {MOST_REQUESTS:,} at most; set serve.requests, or fewer layout.replicate or serve.max_sequences",
+        f"plan simulates {MOST_REQUESTS:,} at most; set serve.requests, or fewer {' or '.join(fewer)}",
         "serve.requests",
     )
 
