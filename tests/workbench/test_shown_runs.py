@@ -11,7 +11,7 @@ from chromium import CHROMIUM, browser
 from random_runs import BASES, KEYS, campaign, covering, drawn_changes, drawn_value
 from shown_runs import compared, opened
 
-PARTS = 10
+PARTS = 20
 """In so many the controls are dealt out, by the seed of the commit; the small tier turns one of them."""
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
