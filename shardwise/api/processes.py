@@ -155,6 +155,9 @@ class Server:
 
 def start_server(checkpoint: Path, options: Mapping[str, Any]) -> Server:
     """Start a server and wait until it is ready."""
+    from shardwise.cli.serving.serve import keys_of
+
+    key = next(iter(keys_of([str(options["api_key"])])), "") if "api_key" in options else ""
     words = ["serve", str(checkpoint)]
     for name, value in ({"port": 0} | dict(options)).items():
         word = name if "." in name else name.replace("_", "-")
@@ -166,7 +169,7 @@ def start_server(checkpoint: Path, options: Mapping[str, Any]) -> Server:
         for line in child.stdout:
             last.append(line)
             if line.startswith("serving ") and " at http" in line:
-                return Server(child, line.rpartition(" at ")[2].strip(), str(options.get("api_key", "")))
+                return Server(child, line.rpartition(" at ")[2].strip(), key)
     except BaseException:
         child.terminate()
         child.wait()

@@ -42,7 +42,8 @@ def test_a_run_is_trained_and_served(tiny: tuple[shardwise.Run, Path], capfd: py
     assert list(trained.to_frame().dropna(subset="loss")["step"]) == [1, 2]
     assert f"{trained.loss:.4f}" in repr(trained)
     assert "<polyline" in trained.page()
-    with shardwise.serve(out, api_key="secret") as server:
+    (out / "key").write_text("secret\n", encoding="utf-8")
+    with shardwise.serve(out, api_key=f"@{out / 'key'}") as server:
         first = server.complete("def ", max_tokens=4, temperature=0)
         assert first == server.complete("def ", max_tokens=4, temperature=0)
     assert server.child.returncode == 0

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Serve until SIGTERM."""
-    keys = _keys(args.api_key)
+    keys = keys_of(args.api_key)
 
     from shardwise.checkpoint.folder import checkpoint_folder
     from shardwise.checkpoint.format import RUN_FILE
@@ -106,7 +106,7 @@ def execute(args: argparse.Namespace) -> int:
     return code
 
 
-def _keys(given: list[str]) -> list[str]:
+def keys_of(given: list[str]) -> list[str]:
     """The keys of the command line. Keys in a file are not visible to others who list the machine's processes."""
     found = []
     for each in given:

@@ -71,7 +71,7 @@ def _choose(profiles: tuple[Profile, ...], args: argparse.Namespace) -> tuple[tu
     if asked and len(without) == len(profiles):
         there = sorted({step.number for p in profiles for step in find_steps(p)})
         have = f"have {there[0]} to {there[-1]}" if there else "have no profiler steps at all"
-        raise UserError(f"no profiler step in what --from-step and --to-step choose; the profiles {have}")
+        raise UserError(f"none of the profiler steps asked for is there; the profiles {have}")
     if asked:
         notes = [f"{p.path}: has none of the steps asked for, so rank {p.rank} is left out" for p in without]
     elif not args.all_events:

@@ -60,7 +60,7 @@ def gathered_layers(job: Job) -> Number:
         return gathered + reduced_layer(job)
     m, (dense, experts) = job.model, _sharded_numels(job)
     each = job.framework.reduce_bytes * job.learned
-    freed = job.rows / job.layout.tensor * m.experts_per_token * (m.hidden + 3.0 * m.expert_ffn) * job.width
+    freed = job.rows / job.layout.tensor * m.experts_per_token * (m.hidden + (2.0 + m.gated) * m.expert_ffn) * job.width
     return gathered + np.maximum(dense * each, experts * each - freed)
 
 
