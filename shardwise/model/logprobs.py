@@ -32,12 +32,12 @@ Make = Callable[[Tensor], Tensor]
 
 
 def aligned_rows(x: Tensor, columns: int) -> Tensor:
-    """Memory for logits of the rows of `x`: each row begins at a line of memory."""
+    """Memory for logits of the rows of `x`, which begin where GEMMs are fast (`logit_stride`)."""
     return x.new_empty(len(x), logit_stride(columns))[:, :columns]
 
 
 def logits_of(x: Tensor, matrix: Tensor, gemm: Gemm) -> Tensor:
-    """Rows of hidden states times the unembedding matrix, each row at a line of memory."""
+    """Rows of hidden states times the unembedding matrix, in such memory."""
     if logit_stride(len(matrix)) == len(matrix):
         return gemm.multiply(x, matrix.mT)
     logits = aligned_rows(x, len(matrix))

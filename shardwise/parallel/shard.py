@@ -225,9 +225,9 @@ def _add_in(dtype: torch.dtype, group: Group, bucket: Any) -> torch.futures.Futu
 
 
 def prepare_backward(modules: Sequence[FSDPModule], reduces: bool, last: bool, reshards: bool) -> None:
-    """Before a microbatch's backward pass: whether it reduces gradients, which otherwise stay unsharded until another one or
-    `reduce_deferred_gradients`; whether it is the last of the step, behind which replicas sum their gradients; and whether
-    parameters are freed behind any, and not only behind the last."""
+    """Set up the modules for a microbatch's backward pass. `reduces`: it reduces gradients; otherwise they stay unsharded until a
+    later pass or `reduce_deferred_gradients`. `last`: it is the last of the step, and replicas sum their gradients after it.
+    `reshards`: it frees parameters; the last pass always does."""
     for module in modules:
         module.set_requires_gradient_sync(reduces, recurse=False)
         module.set_requires_all_reduce(last, recurse=False)

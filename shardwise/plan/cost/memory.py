@@ -52,9 +52,8 @@ def standing_casts(job: Job, recompute: str) -> float:
 
 
 def gathered_layers(job: Job) -> Number:
-    """ZeRO-3: bytes of the layers gathered at one time, and of the unsharded gradient of the layer that is ending. Gradients of
-    experts are reduced first, by themselves, and when the layer's other gradients are, that is done; until then the tensors that
-    experts have saved are freed."""
+    """ZeRO-3: bytes of the layers gathered at one time, and of the unsharded gradient of the layer that is ending. The experts'
+    gradients are reduced before the layer's others, not beside them, and when the tensors that the experts saved are freed."""
     gathered = (1 + job.layout.prefetch) * gathered_layer(job)
     if not job.model.experts or job.framework.family != "shardwise":
         return gathered + reduced_layer(job)
