@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from shardwise.labels import label, read_label
 from shardwise.trace.answers import PASSES
-from shardwise.trace.reading.profile import Integers, Profile
+from shardwise.trace.reading.integers import Integers
+from shardwise.trace.reading.profile import Profile
 from shardwise.trace.spans.activity import Spans, label_spans, spans_of
 from shardwise.trace.spans.intervals import distinct
 

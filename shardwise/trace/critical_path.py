@@ -20,7 +20,7 @@ from shardwise.trace.answers import CriticalPath
 from shardwise.trace.comms.matching import Matches, Waiting
 from shardwise.trace.comms.overlap import row_axes, start_after_waits
 from shardwise.trace.rank import Rank
-from shardwise.trace.reading.profile import Integers
+from shardwise.trace.reading.integers import Integers
 from shardwise.trace.spans.activity import CLASSES, Activity, blocking_calls, previous_on_track
 from shardwise.trace.spans.intervals import distinct
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.reading.profile import Integers, Profile
+from shardwise.trace.reading.integers import Integers
+from shardwise.trace.reading.profile import Profile
 from shardwise.trace.spans.intervals import nest
 
 CONVENTION = "hardware FLOPs of GEMMs, convolutions and attention: full attention, recompute included"

@@ -21,7 +21,8 @@ from shardwise.trace.comms.describe import POINT_TO_POINT, UNKNOWN, collective_o
 from shardwise.trace.comms.events import OTHER_GROUPS, CollectiveEvents
 from shardwise.trace.comms.overlap import busy_intervals
 from shardwise.trace.rank import Rank
-from shardwise.trace.reading.profile import Events, Integers
+from shardwise.trace.reading.integers import Integers
+from shardwise.trace.reading.profile import Events
 from shardwise.trace.spans.activity import COMMUNICATION, COMPUTE, COPY, Activity, blocking_calls
 from shardwise.trace.spans.intervals import Intervals, difference, distinct, empty, intersect, total, union
 

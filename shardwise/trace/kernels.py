@@ -12,7 +12,7 @@ from shardwise.trace.attribution import NO_LAUNCH, UNATTRIBUTED
 from shardwise.trace.flops import CONVENTION, event_flops
 from shardwise.trace.kernel_names import CATEGORIES_BY_NAME
 from shardwise.trace.rank import Rank
-from shardwise.trace.reading.profile import Integers
+from shardwise.trace.reading.integers import Integers
 from shardwise.trace.spans.activity import CLASSES, COMPUTE, spans_of
 from shardwise.trace.spans.intervals import distinct, sums, total
 

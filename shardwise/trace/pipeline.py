@@ -21,7 +21,8 @@ from shardwise.trace.answers import PipelineRank, PipelineStep
 from shardwise.trace.comms.describe import POINT_TO_POINT, UNKNOWN, axis_of
 from shardwise.trace.comms.events import CollectiveEvents
 from shardwise.trace.rank import Rank
-from shardwise.trace.reading.profile import Integers, Profile
+from shardwise.trace.reading.integers import Integers
+from shardwise.trace.reading.profile import Profile
 from shardwise.trace.spans.activity import COMPUTE, COPY, Activity, label_spans
 from shardwise.trace.spans.intervals import Intervals, clip, covered, difference, join, union
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from shardwise.trace.attribution import Attribution, ModuleFinder
 from shardwise.trace.comms.events import CollectiveEvents, collective_events
 from shardwise.trace.comms.overlap import busy_intervals
-from shardwise.trace.reading.profile import Integers, Profile
+from shardwise.trace.reading.integers import Integers
+from shardwise.trace.reading.profile import Profile
 from shardwise.trace.spans.activity import COMPUTE, Activity, spans_of
 from shardwise.trace.spans.intervals import Intervals, difference, intersect, self_time_segments
 from shardwise.trace.spans.steps import Selection

@@ -17,7 +17,7 @@ from shardwise.trace.answers import Clock, Straggler
 from shardwise.trace.comms.describe import axis_of
 from shardwise.trace.comms.matching import Matches, Waiting
 from shardwise.trace.rank import Rank
-from shardwise.trace.reading.profile import Integers
+from shardwise.trace.reading.integers import Integers
 from shardwise.trace.spans.intervals import covered, parts
 
 MIN_SHARE = 0.02

@@ -16,7 +16,8 @@ from shardwise.trace.answers import Clock, MemoryCurve
 from shardwise.trace.comms.overlap import row_axes
 from shardwise.trace.kernel_names import CATEGORIES_BY_NAME
 from shardwise.trace.rank import Rank
-from shardwise.trace.reading.profile import Integers, Profile
+from shardwise.trace.reading.integers import Integers
+from shardwise.trace.reading.profile import Profile
 from shardwise.trace.spans.activity import COMMUNICATION, COPY
 from shardwise.trace.spans.intervals import parts
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +90,13 @@ def test_kernels_that_run_at_once_take_their_time_once() -> None:
     assert sum(parts.values()) == pytest.approx(16.5e-6)
     assert busy == pytest.approx(14.5e-6)
     assert kernels_of(()) == ({}, 0, 0.0)
+
+
+def test_a_rehearsal_needs_no_reader_of_profiles() -> None:
+    """Machines with GPUs often have PyTorch alone, and the packages for training are enough."""
+    words = "import sys; sys.modules['msgspec'] = None; import shardwise.measure.rehearse"
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_of_several_steps_only_the_last_is_recorded() -> None:

@@ -22,7 +22,8 @@ import numpy as np
 from shardwise.labels import read_label
 from shardwise.ledger import AXIS_OF, wire_bytes
 from shardwise.run.axes import AXES
-from shardwise.trace.reading.profile import Integers, Profile, column_at, row_of
+from shardwise.trace.reading.integers import Integers
+from shardwise.trace.reading.profile import Profile, column_at, row_of
 
 WORLD = "world"
 """Axis of the default process group, which has all ranks."""

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from shardwise.run.axes import AXES
 from shardwise.trace.comms.describe import CHANGES_SIZE, UNKNOWN, WORLD, Description, collective_of, describe
-from shardwise.trace.reading.profile import Integers, Profile, column_at, row_of
+from shardwise.trace.reading.integers import Integers
+from shardwise.trace.reading.profile import Profile, column_at, row_of
 from shardwise.trace.spans.activity import COMMUNICATION, Activity, label_spans, spans_of
 from shardwise.trace.spans.intervals import distinct, nest
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from shardwise.trace.answers import Clock
 from shardwise.trace.comms.events import CollectiveEvents
 from shardwise.trace.rank import Rank
-from shardwise.trace.reading.profile import Integers
+from shardwise.trace.reading.integers import Integers
 from shardwise.trace.spans.intervals import parts
 
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shardwise.ledger import AXIS_OF
 from shardwise.trace.answers import AxisTime, CommTime
 from shardwise.trace.comms.events import CollectiveEvents
-from shardwise.trace.reading.profile import Integers
+from shardwise.trace.reading.integers import Integers
 from shardwise.trace.spans.activity import COMMUNICATION, Activity
 from shardwise.trace.spans.intervals import Intervals, covered, difference, join, parts, sums, union, unions
 

@@ -12,17 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.reading.profile import (
-    CODE,
-    KIND_OF_CATEGORY,
-    NONE,
-    Allocations,
-    CommParams,
-    Events,
-    Integers,
-    Shapes,
-    Track,
-)
+from shardwise.trace.reading.integers import NONE, Integers
+from shardwise.trace.reading.profile import CODE, KIND_OF_CATEGORY, Allocations, CommParams, Events, Shapes, Track
 from shardwise.trace.reading.records import Arguments, Instant, Problems, Record, Scalar, Span, nanoseconds
 
 LONGEST_NAME = 1 << 14

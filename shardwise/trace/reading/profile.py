@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.labels import PREFIX, Label, read_label
+from shardwise.trace.reading.integers import NONE, Integers
 
-Integers = NDArray[np.int64]
 Indices = NDArray[np.int32]
 
 KINDS = (
@@ -48,9 +48,6 @@ KIND_OF_CATEGORY: Mapping[str, str] = {
     "python_function": "python", "Python": "python",
 }  # fmt: skip
 """Kind of each category in the file. A category that is not here is `other`."""
-
-NONE = -1
-"""Missing value in any integer column."""
 
 
 class Track(NamedTuple):

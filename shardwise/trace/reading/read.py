@@ -26,7 +26,8 @@ from shardwise.run.problems import Problem, UserError
 from shardwise.trace.reading import cache
 from shardwise.trace.reading.columns import Columns
 from shardwise.trace.reading.foreign import Translated, translate
-from shardwise.trace.reading.profile import NONE, Device, Group, Profile
+from shardwise.trace.reading.integers import NONE
+from shardwise.trace.reading.profile import Device, Group, Profile
 from shardwise.trace.reading.records import Problems, repair
 from shardwise.trace.reading.text import Source, Text, text_size
 

@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Raw, Struct, field
 from numpy.typing import NDArray
 
-from shardwise.trace.reading.profile import NONE
+from shardwise.trace.reading.integers import NONE
 
 
 class Problems:

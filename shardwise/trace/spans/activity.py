@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from shardwise.labels import read_label
 from shardwise.trace.kernel_names import CATEGORIES_BY_NAME, category_of
-from shardwise.trace.reading.profile import DEVICE_KINDS, Events, Integers, Profile
+from shardwise.trace.reading.integers import Integers
+from shardwise.trace.reading.profile import DEVICE_KINDS, Events, Profile
 from shardwise.trace.spans.intervals import Intervals, Nest, nest, self_time_segments, union
 
 CLASSES = ("compute", "communication", "copy")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.reading.profile import NONE, Integers
+from shardwise.trace.reading.integers import NONE, Integers
 
 
 class Intervals(NamedTuple):
