@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.layers import Gemm, at_least_float32
-from shardwise.run.derive import CHUNK_BYTES, chunk_rows, logit_stride
+from shardwise.run.derive import CHUNK_BYTES, LINE, chunk_rows, logit_columns
 
 IGNORE_INDEX = -100
 
@@ -31,18 +31,25 @@ Make = Callable[[Tensor], Tensor]
 `IGNORE_INDEX`. It is called once in a forward pass, on a leaf whose gradient is then computed."""
 
 
-def aligned_rows(x: Tensor, columns: int) -> Tensor:
-    """Memory for logits of the rows of `x`, which begin where GEMMs are fast (`logit_stride`)."""
-    return x.new_empty(len(x), logit_stride(columns))[:, :columns]
+def padded_matrix(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """The unembedding matrix in a dtype, with as many rows as GEMMs are fast with (`logit_columns`), those beyond the vocabulary
+    zero. The logits' columns there are zero too, and so are their gradients."""
+    lines = logit_columns(len(matrix))
+    if lines == len(matrix):
+        return matrix.to(dtype)
+    padded = matrix.new_empty(lines, matrix.shape[1], dtype=dtype)
+    padded[: len(matrix)].copy_(matrix)
+    padded[len(matrix) :].zero_()
+    return padded
 
 
-def logits_of(x: Tensor, matrix: Tensor, gemm: Gemm) -> Tensor:
-    """Rows of hidden states times the unembedding matrix, in such memory."""
-    if logit_stride(len(matrix)) == len(matrix):
-        return gemm.multiply(x, matrix.mT)
-    logits = aligned_rows(x, len(matrix))
-    gemm.put(x, matrix.mT, logits)
-    return logits
+def add_rows(gemm: Gemm, logits: Tensor, x: Tensor, dw: Tensor, add: bool) -> None:
+    """Write the gradient of the matrix, from that of padded logits, or add it to `dw`. Rows of an odd vocabulary make a GEMM slow
+    too, so the last few are multiplied by themselves."""
+    even = len(dw) if logits.shape[1] == len(dw) else len(dw) // LINE * LINE
+    for rows in (slice(0, even), slice(even, len(dw))):
+        if rows.stop > rows.start:
+            gemm.put(logits[:, rows].mT, x, dw[rows], add)
 
 
 class Logits(nn.Module):
@@ -53,7 +60,7 @@ class Logits(nn.Module):
         self.gemm = gemm
 
     def forward(self, x: Tensor, matrix: Tensor) -> Tensor:
-        return logits_of(x, matrix, self.gemm)
+        return self.gemm.multiply(x, matrix.mT)
 
 
 class LogProbHead(nn.Module):
@@ -102,13 +109,13 @@ class LogProbHead(nn.Module):
         """The `k` likeliest tokens of hidden states [batch, sequence, width], the likeliest first, and their log-probabilities
         [batch, sequence, k]."""
         x = self.gathered(x)
-        hidden, matrix = x.flatten(0, 1), matrix.to(x.dtype)
+        hidden, matrix, vocabulary = x.flatten(0, 1), padded_matrix(matrix, x.dtype), len(matrix)
         width = at_least_float32(x[:0]).element_size()
-        rows = chunk_rows(len(hidden), self.most_rows(matrix) * width, self.chunk_bytes)
+        rows = chunk_rows(len(hidden), self.most_rows(matrix[:vocabulary]) * width, self.chunk_bytes)
         made = []
         for start in range(0, len(hidden), rows):
-            logits = at_least_float32(self.logits(hidden[start : start + rows], matrix))
-            largest, place = logits.topk(min(k, len(matrix)), dim=-1)
+            logits = at_least_float32(self.logits(hidden[start : start + rows], matrix)[:, :vocabulary])
+            largest, place = logits.topk(min(k, vocabulary), dim=-1)
             total = logits.logsumexp(dim=-1)
             del logits
             made.append((total, F.pad(largest, (0, k - largest.shape[1]), value=-torch.inf), place))
@@ -134,16 +141,16 @@ class _OfLogProbs(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, head: LogProbHead, rows: int, make: Make, learns: bool
     ) -> Tensor:
         wanted = targets.reshape(len(x), -1)
-        matrix = weight.to(x.dtype)
+        matrix, vocabulary = padded_matrix(weight, x.dtype), len(weight)
         dtype = at_least_float32(x[:0]).dtype
         total = torch.empty(len(x), dtype=dtype, device=x.device)
         picked = torch.zeros(wanted.shape, dtype=dtype, device=x.device)
-        mine, place = local_places(wanted, head.start, len(matrix))
+        mine, place = local_places(wanted, head.start, vocabulary)
         for start in range(0, len(x), rows):
             chunk = slice(start, start + rows)
-            logits = at_least_float32(head.logits(x[chunk], matrix))
+            logits = at_least_float32(head.logits(x[chunk], matrix)[:, :vocabulary])
             total[chunk] = logits.logsumexp(dim=-1)
-            if len(matrix):
+            if vocabulary:
                 picked[chunk] = torch.where(mine[chunk], logits.gather(-1, place[chunk]), 0)
             del logits  # otherwise the next chunk's would be allocated beside them
         total, picked = head.over_vocabulary(total, picked)
@@ -160,28 +167,28 @@ class _OfLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         x, weight, total, grad = ctx.saved_tensors
         wanted = ctx.targets.reshape(len(x), -1)
-        matrix = weight.to(x.dtype)
+        matrix, vocabulary = padded_matrix(weight, x.dtype), len(weight)
         grad = torch.where(wanted != IGNORE_INDEX, grad.reshape(wanted.shape), 0) * grads[0]
-        mine, place = local_places(wanted, ctx.head.start, len(matrix))
+        mine, place = local_places(wanted, ctx.head.start, vocabulary)
         to_input, to_weight = ctx.needs_input_grad[:2]
         dx = torch.empty_like(x) if to_input else None
-        dw = torch.zeros_like(matrix, dtype=total.dtype) if to_weight else None
+        dw = torch.zeros_like(weight, dtype=total.dtype) if to_weight else None
         gemm = ctx.head.gemm
         for start in range(0, len(x), ctx.rows):
             chunk = slice(start, start + ctx.rows)
-            logits = at_least_float32(ctx.head.logits(x[chunk], matrix))
-            logits = logits.sub_(total[chunk, None]).exp_().mul_(-grad[chunk].sum(-1, keepdim=True))
-            if len(matrix):
+            padded = ctx.head.logits(x[chunk], matrix)
+            narrow = padded[:, :vocabulary]
+            logits = at_least_float32(narrow).sub_(total[chunk, None]).exp_().mul_(-grad[chunk].sum(-1, keepdim=True))
+            if vocabulary:
                 logits.scatter_add_(-1, place[chunk], torch.where(mine[chunk], grad[chunk], 0))
-            dlogits = logits
             if logits.dtype != x.dtype:
-                dlogits = aligned_rows(x[chunk], len(matrix))
-                dlogits.copy_(logits)
+                narrow.copy_(logits)
             del logits
             if dx is not None:
-                gemm.put(dlogits, matrix, dx[chunk])
+                gemm.put(padded, matrix, dx[chunk])
             if dw is not None:
-                gemm.put(dlogits.mT, x[chunk], dw, add=start > 0)
+                add_rows(gemm, padded, x[chunk], dw, add=start > 0)
+            del padded, narrow  # otherwise the next chunk's would be allocated beside them
         return dx, None if dw is None else dw.to(weight.dtype), None, None, None, None, None
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.layers import Gemm, at_least_float32
-from shardwise.model.logprobs import IGNORE_INDEX, LogProbHead, Make, logits_of, loss_and_gradient
+from shardwise.model.logprobs import IGNORE_INDEX, LogProbHead, Make, add_rows, loss_and_gradient, padded_matrix
 from shardwise.run.derive import chunk_rows
 from shardwise.torch_private import foreach_mul_
 
@@ -68,17 +68,17 @@ class _Chunked(torch.autograd.Function):
         of_logits: Callable[[Tensor, Tensor], Tensor],
         learns: bool,
     ) -> Tensor:
-        matrix = weight.to(x.dtype)
+        matrix, vocabulary = padded_matrix(weight, x.dtype), len(weight)
         dtype = at_least_float32(x[:0]).dtype
         loss = torch.zeros((), dtype=dtype, device=x.device)
         dx = torch.empty_like(x) if learns else None
         # Where one chunk makes all of it, it is rounded once either way.
         own = weight.dtype if weight.dtype == torch.bfloat16 and rows >= len(x) else dtype
-        dw = torch.empty_like(matrix, dtype=own) if learns and ctx.needs_input_grad[1] else None
+        dw = torch.empty_like(weight, dtype=own) if learns and ctx.needs_input_grad[1] else None
         for start in range(0, len(x) or 1, rows):
             chunk = slice(start, start + rows)
-            logits = logits_of(x[chunk], matrix, gemm)
-            losses = of_logits(logits, targets[chunk])
+            logits = gemm.multiply(x[chunk], matrix.mT)
+            losses = of_logits(logits[:, :vocabulary], targets[chunk])
             if weights is not None:
                 losses = losses * weights[chunk]
                 logits *= weights[chunk, None].to(logits.dtype)
@@ -86,7 +86,7 @@ class _Chunked(torch.autograd.Function):
             if dx is not None:
                 gemm.put(logits, matrix, dx[chunk])
             if dw is not None:
-                gemm.put(logits.mT, x[chunk], dw, add=start > 0)
+                add_rows(gemm, logits, x[chunk], dw, add=start > 0)
             del logits  # otherwise the next chunk's would be allocated beside them
         if dx is not None:
             ctx.save_for_backward(dx, dw)

@@ -26,7 +26,7 @@ from shardwise.plan.search.space import Choices, Sizes, distinct
 from shardwise.plan.time.data import DataSeconds, data_seconds
 from shardwise.plan.time.step import hop_seconds
 from shardwise.run.axes import BIDIRECTIONAL, LOOPED, SPLIT_BACKWARD, V_SHAPED
-from shardwise.run.derive import logit_stride
+from shardwise.run.derive import logit_columns
 
 Array = Any
 
@@ -367,22 +367,22 @@ class Rows(NamedTuple):
 
 
 def rows_of(job: Job, sizes: Sizes) -> Rows:
-    """As the trainer does it (`trainer/state.py`): an unchunked loss saves the probabilities, a chunked one the gradients of its
-    input and of the head's weight."""
+    """As the trainer does it (`trainer/state.py`): a chunked loss saves gradients of its input and matrix, another probabilities."""
     every = replace(job, layout=sizes.into(job.layout), microbatch=sizes.microbatch.astype(float))
-    m, high = job.model, max(4.0, job.width)
-    rows, columns = every.rows, m.head_rows / sizes.tensor
+    m, high, rows = job.model, max(4.0, job.width), every.rows
+    columns = m.head_rows / sizes.tensor
     entering = rows * m.hidden * job.width  # an unchunked loss saves this rank's shard of it
+    chunked, lines = chunked_loss(every) > 0, logit_columns(columns)
     matrix = 0.0 if job.adapter.used else columns * m.hidden * high
-    chunked, lines = chunked_loss(every) > 0, logit_stride(columns)
+    padded = (lines != columns) * lines * m.hidden * job.width
     chunks = np.ceil(rows * columns * job.width / job.chunk_bytes)
-    loss = np.where(chunked, rows * lines * job.width / chunks, 2.0 * rows * columns * high)
+    loss = np.where(chunked, rows * lines * job.width / chunks + padded, 2.0 * rows * columns * high)
     narrow = (chunks == 1) * np.asarray(every.fully_sharded[0]) * (job.dtype == "bfloat16")  # the head's gradient
     made = matrix * (1.0 - narrow * (1.0 - job.width / high)) + entering
     saved = np.where(chunked, made, rows * columns * high + entering / sizes.tensor)
     if job.logprobs:  # chunks of logits, also in high precision, and the head's gradient; its input is saved
         some = rows / np.ceil(rows * columns * high / job.chunk_bytes)
-        loss, saved = some * (lines * job.width + columns * high * (job.width < high)) + matrix, entering
+        loss, saved = some * (lines * job.width + columns * high * (job.width < high)) + matrix + padded, entering
     width = np.maximum(m.ffn, m.expert_ffn * m.experts_per_token) / sizes.tensor
     passing = (2.0 if m.gated else 1.0) * rows * width * job.width * (job.framework.kernels != "compiled")
     if m.experts and job.framework.kernels == "compiled":  # experts of other ranks are not

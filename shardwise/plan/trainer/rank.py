@@ -15,6 +15,7 @@ from shardwise.run.derive import (
     chunks_loss,
     exchanges_gradients,
     keeps_compute_copies,
+    logit_columns,
     planned_on_gpu,
     shard_dim,
     uses_fp8_all_gather,
@@ -201,6 +202,12 @@ class PlannedRank:
     def casts(self, parameter: PlannedParameter) -> bool:
         """Whether a parameter is cast where it is used: it is held in high precision, and no all-gather casts it."""
         return parameter.learns and self.width < self.high_width and not self.is_sharded
+
+    @property
+    def logit_columns(self) -> int:
+        """Columns of the logits of the last stage: a loss that takes them in chunks pads the vocabulary."""
+        rows = self.vocabulary(self.stages[-1]).shape[0]
+        return logit_columns(rows) if self.chunked or self.objective.logprobs else rows
 
     @property
     def reduce_width(self) -> int:

@@ -16,7 +16,7 @@ from shardwise.plan.trainer.saved import Saved, recomputed_parts, saved
 from shardwise.plan.trainer.units import outer_units, secondary_bytes
 from shardwise.run import Run
 from shardwise.run.axes import HOLDS_ALL
-from shardwise.run.derive import chunk_bytes, chunk_rows, forward_passes, logit_stride
+from shardwise.run.derive import chunk_bytes, chunk_rows, forward_passes
 from shardwise.run.dtypes import DTYPE_BYTES, INT64
 from shardwise.schedules import PASSES, Schedule, cached_schedule, fewer_rounds, peak_activations, versions_kept
 
@@ -92,19 +92,20 @@ def logits(planned: PlannedRank) -> int:
     if not planned.stages[-1].last:
         return 0
     matrix = planned.vocabulary(planned.stages[-1])
-    rows = matrix.shape[0]
+    rows, columns = matrix.shape[0], planned.logit_columns
     if planned.objective.scores:  # one number for each token
         return 2 * planned.tokens * planned.high_width
     if planned.objective.logprobs:  # a chunk of logits, also in high precision, and the gradient of the head
         some = chunk_rows(planned.tokens, max(1, rows) * planned.high_width, chunk_bytes(planned.run))
         high = rows * planned.high_width * (planned.width < planned.high_width)
-        head = some * (logit_stride(rows) * planned.width + high)
-        head += planned.run.model.hidden * planned.high_width * matrix.learns * rows
+        head = some * (columns * planned.width + high)
+        padded = planned.width * columns * (columns != rows)
+        head += planned.run.model.hidden * (planned.high_width * matrix.learns * rows + padded)
         kept, at_loss = _of_targets(planned)
         return max(head + kept, at_loss) + _said_by_teacher(planned)
-    if planned.chunked:  # a chunk of logits, overwritten by their gradient, and the head's matrix if it was cast
+    if planned.chunked:  # a chunk of logits, overwritten by their gradient, and the head's matrix if cast or padded
         some = chunk_rows(planned.tokens, rows * planned.width, chunk_bytes(planned.run))
-        return (some * logit_stride(rows) + planned.run.model.hidden * planned.casts(matrix) * rows) * planned.width
+        return (some + planned.run.model.hidden * (planned.casts(matrix) or columns != rows)) * columns * planned.width
     # The probabilities are saved; beside them are two tensors of their size: their gradient and that of the logits.
     return 2 * planned.tokens * rows * planned.high_width
 

@@ -49,6 +49,8 @@ class GemmFlops:
     """Whether its weight has a gradient."""
     constant: bool = False
     """Whether it is detached from the gradient, and so has no backward pass."""
+    padding: float = 0.0
+    """FLOPs for columns of zeros, which its weight's gradient is spared."""
     weight: bool = True
     """Whether it has a weight. Attention's own GEMMs have none: both halves of their backward pass are for inputs."""
 
@@ -61,19 +63,20 @@ def work(run: Run, rank: int | None = None) -> Work:
     flops: dict[str, dict[str, float]] = {}
     for times, gemm, recomputed in _gemms(planned):
         passes = flops.setdefault(gemm.part, dict.fromkeys(PASSES[:4], 0.0))
-        total = times * run.stage_microbatches * gemm.flops
+        count = times * run.stage_microbatches
+        total, to_weight = count * (gemm.flops + gemm.padding), count * gemm.flops
         passes["forward"] += planned.objective.forward_only * total
         if gemm.part == "head" and planned.objective.logprobs:  # recomputed in the backward pass
             passes["recompute"] += total
         elif gemm.part == "head" and planned.chunked:  # its gradients are made in the forward pass
-            passes["forward"] += (3 if gemm.learns else 2) * total
+            passes["forward"] += 2 * total + gemm.learns * to_weight
             continue
         passes["forward"] += total
         passes["recompute"] += total if recomputed & gemm.recomputed_with else 0.0
         if gemm.constant:
             continue
         passes["backward_input"] += total if gemm.weight else 2 * total
-        passes["backward_weight"] += total if gemm.weight and gemm.learns else 0.0
+        passes["backward_weight"] += to_weight if gemm.weight and gemm.learns else 0.0
     if planned.objective.reference:  # the same network without adapters, or a teacher
         for times, gemm, _ in _gemms(PlannedRank(reference_run(run), rank)):
             flops.setdefault(gemm.part, dict.fromkeys(PASSES[:4], 0.0))["forward"] += (
@@ -95,7 +98,8 @@ def _gemms(planned: PlannedRank) -> Iterator[tuple[int, GemmFlops, frozenset[str
     if planned.stages[-1].last:
         head = planned.vocabulary(planned.stages[-1])
         tokens = planned.local_tokens if planned.objective.scores else planned.tokens
-        yield 1, GemmFlops("head", 2.0 * tokens * head.numel, learns=head.learns), NEVER
+        padding = 2.0 * tokens * (planned.logit_columns - head.shape[0]) * head.shape[1]
+        yield 1, GemmFlops("head", 2.0 * tokens * head.numel, learns=head.learns, padding=padding), NEVER
 
 
 def layer_gemms(planned: PlannedRank, moe: bool) -> Iterator[GemmFlops]:
