@@ -110,6 +110,15 @@ class StandIns:
         own = whole.view(pg.size(), -1)[pg.rank()]
         return out, self._do(group, "reduce_scatter", [whole], [out], lambda: out.view(-1).copy_(own))
 
+    def reduce_scatter_coalesced(self, outs: list[Tensor], wholes: list[Tensor], group: Any, *rest: Any) -> Any:
+        pg = dist.ProcessGroup.unbox(group)
+
+        def act() -> None:
+            for out, whole in zip(outs, wholes, strict=True):
+                out.view(-1).copy_(whole.view(pg.size(), -1)[pg.rank()])
+
+        return self._do(group, "reduce_scatter", wholes, outs, act)
+
     def all_reduce(self, tensors: list[Tensor], group: Any, *rest: Any) -> Any:
         return tensors, self._do(group, "all_reduce", tensors, tensors, lambda: None)
 
@@ -135,6 +144,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "allgather_": StandIns.all_gather_list,
     "allgather_into_tensor_coalesced_": StandIns.all_gather_coalesced,
     "_reduce_scatter_base_": StandIns.reduce_scatter,
+    "reduce_scatter_tensor_coalesced_": StandIns.reduce_scatter_coalesced,
     "allreduce_": StandIns.all_reduce,
     "broadcast_": StandIns.broadcast,
     "alltoall_base_": StandIns.all_to_all,

@@ -89,9 +89,18 @@ def squared_norm(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for replicas, gradients in by_replicas.items():
         for same in _by_dtype(gradients):
-            dtype = torch.promote_types(same[0].dtype, torch.float32)
-            total += torch.stack(foreach_norm(same, dtype=dtype)).double().square().sum() / replicas
+            total += sum_of_squares(same) / replicas
     return total
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all values of tensors of one dtype, in float64."""
+    if all(each.is_cuda and each.is_contiguous() for each in tensors) and tensors[0].dtype != torch.float64:
+        from shardwise.model.kernels import many
+
+        return many.sum_of_squares(tensors)
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.stack(foreach_norm(list(tensors), dtype=dtype)).double().square().sum()
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.compress.sharded import QuantizedAllGather, QuantizedReduceScatter
 from shardwise.parallel.fp8_all_gather import Scales, enable_fp8_all_gather
-from shardwise.parallel.in_place import InPlace
+from shardwise.parallel.in_place import Exchange, InPlace
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.derive import (
@@ -53,6 +53,7 @@ from shardwise.run.derive import (
     gathers_embedding_apart,
     gathers_head_apart,
     gathers_in_place,
+    reduces_in_place,
     shard_dim,
 )
 from shardwise.torch_private.fully_shard import (
@@ -166,8 +167,9 @@ class Sharder:
             module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
         group, rows = self.mesh.group(axis), axis == "zero" or all(self._along(p).dim == 0 for p in module.parameters())
         if self.in_place and group is not None and rows:
-            direct = InPlace(group, self.policy.reduce_dtype or torch.float32)
-            communicate_in_place(module, direct.gather, direct.exchange if self.exchanges else None)
+            made = Exchange if self.exchanges else InPlace
+            direct = made(group, self.policy.reduce_dtype or next(module.parameters()).dtype)
+            communicate_in_place(module, direct, reduces=reduces_in_place(self.run, gpu=self.gpu))
 
     def _along(self, experts: nn.Parameter) -> Shard:
         """The dimension along which the matrices of experts are sharded."""

@@ -54,10 +54,11 @@ def chunk_rows(tokens: int, row_bytes: int, most: int = CHUNK_BYTES) -> int:
     return -(-tokens // max(1, chunks))
 
 
-def logit_stride(columns: Any) -> Any:
-    """Elements from one row of a loss's logits to the next: whole lines of 128 bytes, unless rows begin at multiples of 16 anyway.
-    GEMMs run at a sixth of their speed otherwise (`alignment` in `hardware/gemm.py`): the vocabulary of GPT-2 has 50,257 tokens."""
-    return columns + (-columns % LINE) * (columns % VECTOR != 0)
+def logit_columns(columns: Any) -> Any:
+    """Columns of a loss's logits, those beyond the vocabulary zero: a multiple of 16 bytes, and of whole lines where that adds less
+    than a hundredth. GEMMs run at a sixth of their speed otherwise (`alignment` in `hardware/gemm.py`): GPT-2 has 50,257 tokens."""
+    unit = VECTOR + (LINE - VECTOR) * (columns >= 100 * LINE)
+    return columns + (-columns % unit) * (columns % VECTOR != 0)
 
 
 def chunk_bytes(run: Run) -> int:
@@ -144,6 +145,14 @@ def gathers_head_apart(run: Run, *, gpu: bool, frozen: bool = False) -> bool:
     exchanged: in the dtype of the sum, it would take more memory than there is while all activations are saved."""
     near = bool(fresh_and_near(replace(run.layout, zero=3), run.cluster.devices_per_node))
     return gathers_embedding_apart(run, frozen=frozen) and near and may_exchange(run, gpu=gpu)
+
+
+def reduces_in_place(run: Run, *, gpu: bool) -> bool:
+    """Whether gradients, of fewer bits than their sum, are sent without `fully_shard`'s copies too. It keeps those that replicas
+    add up afterwards, or that are sent in fewer bits."""
+    layout = run.layout
+    whole = layout.compress_shards == "none" and (layout.replicate == 1 or layout.replicas_apart)
+    return may_exchange(run, gpu=gpu) and whole
 
 
 def exchanges_gradients(run: Run, *, gpu: bool) -> bool:

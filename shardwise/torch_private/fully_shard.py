@@ -6,13 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-
-from shardwise.torch_private import foreach_copy_
 
 
 def local_shard(x: Tensor) -> Tensor:
@@ -165,30 +163,42 @@ def _allocate_shard(parameter: Any, device: torch.device) -> Tensor:
     return shard
 
 
-Gather = Callable[[list[Tensor], list[Tensor]], None]
-"""All-gathers each tensor of the first list, which is this rank's part of the tensor at the same place of the second, into that
-one."""
-Exchange = Callable[[list[Tensor]], list[Tensor]]
-"""Sums whole gradients over ranks, and returns this rank's shard of each sum, padded, with one dimension."""
+class Collectives(Protocol):
+    """How the tensors of a module are cast and sent."""
+
+    def cast(self, sources: list[Tensor], targets: list[Tensor]) -> None:
+        """Write each tensor to the one at the same place of the second list, of another dtype."""
+
+    def gather(self, shards: list[Tensor], gathered: list[Tensor]) -> None:
+        """All-gather each tensor of the first list, which is this rank's part of the one at the same place of the second, into
+        that one."""
+
+    def prepared(self, gradients: list[Tensor]) -> list[Tensor]:
+        """What is sent of whole gradients."""
+        raise NotImplementedError
+
+    def reduced(self, sent: list[Tensor]) -> list[Tensor]:
+        """This rank's shard of the sum over ranks of each gradient, padded, with one dimension."""
+        raise NotImplementedError
 
 
-def communicate_in_place(module: Any, gather: Gather, exchange: Exchange | None) -> None:
-    """Let a module's parameters be all-gathered where the passes read them and, with `exchange`, their gradients be summed from
-    where the backward pass wrote them. `fully_shard` copies both through a buffer around its collectives, and has hooks for the
-    collectives alone; so methods of its group are replaced. The next module must be prefetched before a module's pass: gathered
-    memory is used again as soon as the pass that read it is done."""
+def communicate_in_place(module: Any, collectives: Collectives, *, reduces: bool) -> None:
+    """Let a module's parameters be all-gathered where the passes read them and, if it `reduces`, its gradients be summed from where
+    they are prepared. `fully_shard` copies both through a buffer around its collectives, and has hooks for these alone; so methods
+    of its group are replaced. The next module must be prefetched before a module's pass: gathered memory is used again as soon as
+    the pass that read it is done."""
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None:
         return
-    group.unshard = partial(_gather, group, gather)
+    group.unshard = partial(_gather, group, collectives)
     group.wait_for_unshard = partial(_wait_for_gather, group)
     group._to_sharded = partial(_free, group)
-    if exchange is not None:
-        group.post_backward = partial(_exchange, group, exchange)
+    if reduces:
+        group.post_backward = partial(_reduce, group, collectives)
 
 
 @torch.no_grad()
-def _gather(group: Any, gather: Gather, async_op: bool = False) -> None:
+def _gather(group: Any, collectives: Collectives, async_op: bool = False) -> None:
     """`FSDPParamGroup.unshard`."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 
@@ -215,8 +225,8 @@ def _gather(group: Any, gather: Gather, async_op: bool = False) -> None:
                 gathered.append(whole)
         with torch.autograd._unsafe_preserve_version_counter(tuple(gathered)):  # type: ignore[attr-defined]
             if casts:
-                foreach_copy_([part for part, _ in casts], [x for _, x in casts])
-            gather(shards, gathered)
+                collectives.cast([x for _, x in casts], [part for part, _ in casts])
+            collectives.gather(shards, gathered)
         done = stream.record_event()
     group._all_gather_result = AllGatherResult(torch.empty(0), done, None, [], [], [])
 
@@ -242,7 +252,7 @@ def _free(group: Any) -> None:
 
 
 @torch.no_grad()
-def _exchange(group: Any, exchange: Exchange, *unused: Any) -> None:
+def _reduce(group: Any, collectives: Collectives, *unused: Any) -> None:
     """`FSDPParamGroup.post_backward`. Gradients that were accumulated unsharded are in the dtype of the sum, and are left to
     `fully_shard`."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import ReduceScatterState
@@ -252,21 +262,23 @@ def _exchange(group: Any, exchange: Exchange, *unused: Any) -> None:
     if accumulated or not fresh or not group.reduce_grads:
         return type(group).post_backward(group, *unused)
     group._training_state = type(group._training_state).POST_BACKWARD
+    current, shared = group.device_handle.current_stream(), group.comm_ctx
+    several = hasattr(shared, "reduce_scatter_states")  # from PyTorch 2.13
+    for state in shared.reduce_scatter_states if several else [shared.reduce_scatter_state]:
+        if state is not None and state.event is not None:
+            current.wait_event(state.event)
+    _hold(shared, [])  # what was sent for the module before
     gradients = [p.unsharded_grad_data for p in fresh]
     for parameter in fresh:
         parameter._unsharded_param.grad = None
+    sent = collectives.prepared(gradients)
+    del gradients
     if group.reshard_after_backward:
         group.reshard()
-    current, shared = group.device_handle.current_stream(), group.comm_ctx
-    several = hasattr(shared, "reduce_scatter_states")  # from PyTorch 2.13
-    before = list(shared.reduce_scatter_states) if several else [shared.reduce_scatter_state]
-    for state in before:  # the gradients of the module before, which are let go of when they have been sent
-        if state is not None and state.event is not None:
-            current.wait_event(state.event)
     stream = shared.reduce_scatter_stream
     stream.wait_stream(current)
     with group.device_handle.stream(stream):
-        for parameter, shard in zip(fresh, exchange(gradients), strict=True):
+        for parameter, shard in zip(fresh, collectives.reduced(sent), strict=True):
             one = torch.as_strided(shard, parameter.sharded_size, parameter.contiguous_sharded_stride)
             held = parameter.sharded_param.grad
             if held is None:
@@ -275,10 +287,15 @@ def _exchange(group: Any, exchange: Exchange, *unused: Any) -> None:
                 held._local_tensor.add_(one)
         done = stream.record_event()
     group._post_reduce_event = done
-    sent = ReduceScatterState(gradients, done)  # type: ignore[arg-type]
+    _hold(shared, [ReduceScatterState(sent, done)])  # type: ignore[arg-type]
     if several:
-        shared.reduce_scatter_states[:] = [sent]
         shared._last_post_reduce_events[stream] = done
-    else:
-        shared.reduce_scatter_state = sent
     return None
+
+
+def _hold(shared: Any, states: list[Any]) -> None:
+    """Keep what is being sent until it has been sent."""
+    if hasattr(shared, "reduce_scatter_states"):
+        shared.reduce_scatter_states[:] = states
+    else:
+        shared.reduce_scatter_state = states[0] if states else None

@@ -30,6 +30,7 @@ from shardwise.run.derive import (
     gathers_embedding_apart,
     gathers_head_apart,
     gathers_in_place,
+    reduces_in_place,
 )
 from shardwise.train.step import TrainState
 
@@ -52,10 +53,12 @@ class Calls(TorchDispatchMode):
 
 
 @contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """The rules of collectives are those of a GPU."""
-    rules = (gathers_in_place, exchanges_gradients, gathers_head_apart)
+def as_on_a_gpu(near: bool = True) -> Iterator[None]:
+    """The rules of collectives are those of a GPU, and of ranks that share a machine if they are `near`."""
+    rules = (gathers_in_place, reduces_in_place, exchanges_gradients, gathers_head_apart)
     as_there = {rule.__name__: functools.partial(_there, rule) for rule in rules}
+    if not near:
+        as_there |= {rule.__name__: functools.partial(_no, rule) for rule in (exchanges_gradients, gathers_head_apart)}
     with contextlib.ExitStack() as stack:
         for module in ("parallel.shard", "plan.trainer.rank", "plan.trainer.units"):
             read = importlib.import_module(f"shardwise.{module}")
@@ -68,8 +71,12 @@ def _there(rule: Callable[..., bool], run: Run, *, gpu: bool, **others: bool) ->
     return rule(run, gpu=True, **others)
 
 
-def trained(rank: int, run: Run) -> dict[str, Any]:
-    with as_on_a_gpu(), Calls() as calls:
+def _no(rule: Callable[..., bool], run: Run, **others: bool) -> bool:
+    return False
+
+
+def trained(rank: int, run: Run, near: bool = True) -> dict[str, Any]:
+    with as_on_a_gpu(near), Calls() as calls:
         return cases.train(rank, run, documents=False) | dict(calls=calls.found)
 
 
@@ -138,8 +145,20 @@ def test_exchanged_gradients_are_those_of_a_reduce_scatter(ranks: RankPool, mode
         np.testing.assert_allclose(got["norms"], want["norms"], rtol=1e-6)
 
 
-def verified(rank: int, run: Run) -> Verdict:
-    with as_on_a_gpu():
+@pytest.mark.parametrize(("model", "layout"), LOW_LAYOUTS, ids=str)
+@pytest.mark.drawn(2)
+def test_gradients_of_several_machines_are_those_of_fully_shard(ranks: RankPool, model: str, layout: Layout) -> None:
+    run = low_run(model, layout)
+    usual = ranks.run(run.layout.world, by_fully_shard, run)
+    for got, want in zip(ranks.run(run.layout.world, trained, run, False), usual, strict=True):
+        assert got["calls"]["reduce_scatter_tensor_coalesced_"]
+        assert "alltoall_base_" not in got["calls"] or "expert" in layout
+        np.testing.assert_array_equal(got["losses"], want["losses"])
+        np.testing.assert_array_equal(got["norms"], want["norms"])
+
+
+def verified(rank: int, run: Run, near: bool = True) -> Verdict:
+    with as_on_a_gpu(near):
         train_state = TrainState(run)
         batch = random_batch(run, train_state.mesh.data_index)
         train_state.train_step(batch)
@@ -154,11 +173,12 @@ PLANNED = [
 ]
 
 
+@pytest.mark.parametrize("near", [True, False])
 @pytest.mark.parametrize(("model", "layout"), PLANNED, ids=str)
-@pytest.mark.drawn(2)
-def test_plan_equals_run(ranks: RankPool, model: str, layout: Layout) -> None:
+@pytest.mark.drawn(4)
+def test_plan_equals_run(ranks: RankPool, model: str, layout: Layout, near: bool) -> None:
     run = low_run(model, layout)
-    for verdict in ranks.run(run.layout.world, verified, run):
+    for verdict in ranks.run(run.layout.world, verified, run, near):
         assert verdict.schedule
         assert not verdict.beyond(TOLERANCE), (verdict.rank, verdict.beyond(TOLERANCE)[:5])
 
@@ -217,3 +237,8 @@ def test_rows_are_padded_for_the_ranks() -> None:
 @pytest.mark.drawn(group="kernels")
 def test_the_kernel_adds_in_the_order_of_the_ranks(interpreter: Interpreter) -> None:
     interpreter.run(Path(__file__).with_name("sum_parts_kernels.py"))
+
+
+@pytest.mark.drawn(group="kernels")
+def test_many_tensors_are_cast_and_squared_in_one_launch(interpreter: Interpreter) -> None:
+    interpreter.run(Path(__file__).with_name("many_kernels.py"))

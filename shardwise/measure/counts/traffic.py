@@ -74,6 +74,8 @@ class TrafficCounter(BareDispatchMode):
                 operation, size = "all_gather", wire_bytes("all_gather", ranks, _total(mine))
             case "_reduce_scatter_base_", (_, whole, *_):
                 operation, size = "reduce_scatter", wire_bytes("reduce_scatter", ranks, _size(whole))
+            case "reduce_scatter_tensor_coalesced_", (_, wholes, *_):
+                operation, size = "reduce_scatter", wire_bytes("reduce_scatter", ranks, _total(wholes))
             case "alltoall_base_", (_, rows, _, _, sent, *_):
                 kept = sent[group.rank()] if sent else len(rows) // ranks
                 operation, size = "all_to_all", _size(rows[kept:])

@@ -1,0 +1,24 @@
+"""What `test_in_place.py` runs in a process of its own, with Triton's interpreter for a GPU: passes over many tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.model.kernels.many import AT_ONCE, MOST, TURNS, cast, sum_of_squares
+
+generator = torch.Generator().manual_seed(3)
+whole = AT_ONCE * TURNS
+for sizes in ((1,), (5000, AT_ONCE, AT_ONCE - 1, 0, 1), (whole, whole + 1), tuple(range(300, 300 + 7 * (MOST + 3), 7))):
+    narrow = [torch.randn(size, generator=generator).bfloat16() for size in sizes]
+    wide = [torch.full((size + 1,), 7.0) for size in sizes]
+    cast(narrow, [each[:-1] for each in wide])
+    for one, other in zip(narrow, wide, strict=True):
+        assert torch.equal(other[:-1], one.float())
+        assert other[-1] == 7
+    back = [torch.empty_like(one) for one in narrow]
+    cast([each[:-1] for each in wide], back)
+    assert all(torch.equal(one, other) for one, other in zip(narrow, back, strict=True))
+    for tensors in (narrow, [each[:-1] for each in wide]):
+        want = sum(float(each.double().square().sum()) for each in tensors)
+        assert abs(float(sum_of_squares(tensors)) - want) <= 1e-6 * want
+assert float(sum_of_squares([])) == 0
