@@ -8,6 +8,7 @@ PyTorch would choose (cuDNN's or flash attention). Elsewhere it is plain PyTorch
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -166,6 +167,10 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 def row_sums(grad: Tensor, out: Tensor) -> Tensor:
     """The row sums of grad x output, needed by the backward pass of every block."""
+    if grad.is_cuda and grad.dtype != torch.float64:
+        from shardwise.model.kernels.attention.row_sums import row_sums_of_products
+
+        return row_sums_of_products(grad, out)
     return (at_least_float32(grad) * at_least_float32(out)).sum(dim=-1)
 
 
@@ -194,30 +199,58 @@ class Blockwise(torch.autograd.Function):
                 merge(*found[place], *block)
             else:
                 found[place] = block
-        ordered = [found[place] for place in sorted(found)]
-        out = torch.cat([one.to(q.dtype) for one, _ in ordered], dim=2)
-        lse = torch.cat([one for _, one in ordered], dim=2)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        for (start, stop), (one, _) in found.items():
+            out[:, start:stop].transpose(1, 2).copy_(one)
+        lse = torch.cat([found[place][1] for place in sorted(found)], dim=2)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rest = parts, scale, kernels[1]
-        return out.transpose(1, 2)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         parts, scale, attend_backward = ctx.rest
-        queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
-        grad = grads[0].transpose(1, 2)
+        queries, keys, values, out, grad = (x.transpose(1, 2) for x in (q, k, v, out, grads[0]))
         delta = row_sums(grad, out)
-        dq, dk, dv = (zeros_for_sums(x) for x in (queries, keys, values))
+        found: tuple[Pieces, Pieces, Pieces] = ([], [], [])
         for rows, columns, mask in parts():
-            gq, gk, gv = attend_backward(
+            block = attend_backward(
                 grad[:, :, rows], out[:, :, rows], delta[:, :, rows], queries[:, :, rows], keys[:, :, columns],
                 values[:, :, columns], lse[:, :, rows], scale, mask,
             )  # fmt: skip
-            dq[:, :, rows] += gq
-            dk[:, :, columns] += gk
-            dv[:, :, columns] += gv
-        return *(x.to(q.dtype).transpose(1, 2) for x in (dq, dk, dv)), None, None, None
+            for pieces, place, one in zip(found, (rows, columns, columns), block, strict=True):
+                pieces.append((place, one))
+            del block, one
+        return *(joined(x, pieces) for x, pieces in zip((q, k, v), found, strict=True)), None, None, None
+
+
+Pieces = list[tuple[slice, Tensor]]
+"""Gradients of slices of a sequence, heads laid out [batch, heads, sequence, width]."""
+
+
+def joined(like: Tensor, pieces: Pieces) -> Tensor:
+    """The sum of these gradients, rounded once, in the layout and dtype of a tensor [batch, sequence, heads, width]. `pieces` is
+    emptied."""
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    cuts = sorted({0, like.shape[1], *(end for place, _ in pieces for end in (place.start, place.stop))})
+    for start, stop in pairwise(cuts):
+        here = [(x, place.start) for place, x in pieces if place.start <= start and stop <= place.stop]
+        terms = [x[:, :, start - first : stop - first] for x, first in here]
+        target = out[:, start:stop].transpose(1, 2)
+        if not terms:
+            target.zero_()
+        elif len(terms) == 1:
+            target.copy_(terms[0])
+        elif len(terms) == 2:
+            torch.add(*terms, out=target)
+        else:
+            total = terms[0].to(torch.promote_types(like.dtype, torch.float32), copy=True)
+            for term in terms[1:]:
+                total += term
+            target.copy_(total)
+    pieces.clear()
+    return out
 
 
 def zeros_for_sums(x: Tensor) -> Tensor:

@@ -159,17 +159,18 @@ class _RingAttentionFunction(torch.autograd.Function):
                 merge(out[:, :, mine], lse[:, :, mine], *block)
             else:  # this rank's own keys, which all of its queries see
                 out, lse = at_least_float32(block[0]), block[1]
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        rounded = q.new_empty(*q.shape[:-1], v.shape[-1])
+        rounded.transpose(1, 2).copy_(out)
+        ctx.save_for_backward(q, k, v, rounded, lse)
         ctx.rest = mask, scale, group, kernels[1]
-        return out.transpose(1, 2)
+        return rounded
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         mask, scale, group, attend_backward = ctx.rest
         ring = _Ring(group)
-        queries, grad = q.transpose(1, 2), grads[0].transpose(1, 2)
+        queries, out, grad = (x.transpose(1, 2) for x in (q, out, grads[0]))
         delta = row_sums(grad, out)
         dq = zeros_for_sums(queries)
         # The gradient of keys and values travels with them, and is home after a full round.

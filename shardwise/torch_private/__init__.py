@@ -49,7 +49,9 @@ def fused_attention_backward(
     No public function takes these two."""
     aten, queries, keys = torch.ops.aten, q.shape[2], k.shape[2]
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    grad, out, lse = grad.contiguous(), out.contiguous(), lse.contiguous()
+    if grad.stride() != out.stride() or grad.stride(-1) != 1:
+        grad, out = grad.contiguous(), out.contiguous()
+    lse = lse.contiguous()
     if backend == "cudnn":
         return aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse[..., None], seed, seed, None, None, None, queries, keys, 0.0, causal, scale=scale

@@ -9,6 +9,7 @@ from shardwise.model.kernels.attention.bounded import (
     bounded_attention_backward,
     whole_attention,
 )
+from shardwise.model.kernels.attention.row_sums import row_sums_of_products
 from shardwise.parallel.blockwise import CAUSAL, Bounds, attend_block, attend_block_backward
 
 SCALE = 0.3
@@ -48,6 +49,8 @@ def check(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str, tolera
                 torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=tolerance)
         grad = normal(*out.shape)
         delta = (grad.float() * out).sum(-1)
+        by_sequence = out.transpose(1, 2).contiguous().transpose(1, 2)
+        torch.testing.assert_close(row_sums_of_products(grad, by_sequence), delta, rtol=1e-4, atol=1e-4)
         found = bounded_attention_backward(grad, delta, q, k, v, lse, SCALE, *bounds[:3])
         wanted = attend_block_backward(*(x.double() for x in (grad, out, delta, q, k, v, lse)), SCALE, bounds)
         for mine, theirs in zip(found, wanted, strict=True):

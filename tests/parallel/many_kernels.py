@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.model.kernels.many import AT_ONCE, MOST, TURNS, cast, sum_of_squares
+from shardwise.model.kernels.many import AT_ONCE, MOST, TURNS, cast, repeat, sum_of_squares
 
 generator = torch.Generator().manual_seed(3)
 whole = AT_ONCE * TURNS
@@ -22,3 +22,8 @@ for sizes in ((1,), (5000, AT_ONCE, AT_ONCE - 1, 0, 1), (whole, whole + 1), tupl
         want = sum(float(each.double().square().sum()) for each in tensors)
         assert abs(float(sum_of_squares(tensors)) - want) <= 1e-6 * want
 assert float(sum_of_squares([])) == 0
+parts = [torch.randn(size, generator=generator).bfloat16() for size in (1, 5, 0, 3000)]
+wholes = [torch.empty(4 * part.numel(), dtype=torch.bfloat16) for part in parts]
+wholes[3][3000:6000] = parts[3]
+repeat([*parts[:3], wholes[3][3000:6000]], wholes)
+assert all(torch.equal(whole, part.repeat(4)) for part, whole in zip(parts, wholes, strict=True))

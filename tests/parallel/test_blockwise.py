@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from interpreted_kernels import Interpreter
 from torch import Tensor
 
-from shardwise.parallel.blockwise import KERNELS, Blockwise, attend_block, merge, row_bounds
+from shardwise.parallel.blockwise import KERNELS, Blockwise, attend_block, joined, merge, row_bounds
 from shardwise.parallel.context import (
     ContextMask,
     by_position,
@@ -125,6 +127,21 @@ def test_their_gradients_are_those_of_the_whole(packed: bool, window: int) -> No
         gathered(rank, *parts, mask).backward(grad[:, zigzag_positions(LENGTH, RANKS, rank)])
     for mine, theirs in zip(parts, one, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6))
+def test_gradients_of_slices_are_added_up_and_rounded_once(ends: list[tuple[int, int]]) -> None:
+    like = torch.empty(2, 9, 3, 4, dtype=torch.bfloat16)
+    torch.manual_seed(4)
+    places = [slice(min(pair), max(pair)) for pair in ends]
+    pieces = [(place, torch.randn(2, 3, place.stop - place.start, 4).bfloat16()) for place in places]
+    want = torch.zeros(2, 3, 9, 4)
+    for place, piece in pieces:
+        want[:, :, place] += piece
+    got = joined(like, pieces)
+    assert got.is_contiguous()
+    assert torch.equal(got, want.bfloat16().transpose(1, 2))
 
 
 @pytest.mark.parametrize("attend", [gathered, round_the_ring])

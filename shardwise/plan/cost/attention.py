@@ -63,13 +63,16 @@ def attention_core(ops: OpList, heads: Number, kv_heads: Number, head_dim: int, 
 
 
 def _merge_blocks(ops: OpList, rows: Number, out: Number, queries: Number, keys: Number) -> None:
-    """What ring and gathered attention do beside their kernels (`parallel/context.py`), given the elements of a row: forward, an
-    output in float32 is scaled and added to (8 and 12 bytes) for every further block; backward, row sums are made (28 and 10), and
-    the gradients of queries and keys added (10 each). In a ring a block has three quarters of the queries or keys, on average."""
+    """What ring and gathered attention do beside their kernels (`parallel/context.py`), given the elements of a row. Forward, an
+    output in float32 is scaled and added to (8 and 12 bytes) for every further block, and rounded at last (6). Backward, row sums
+    are made (4). In a ring the gradients of three quarters of the queries and keys, on average, are added for each block (10), and
+    those of queries begin as zeros in float32 and are rounded at last (10). Gathered, two gradients of a query are added in 16 bits
+    (6), and one or two of each key of all ranks (5)."""
     c = np.asarray(ops.job.layout.context)
     ring = ops.job.layout.context_method == "ring"
     merged, added = (0.75 * (c - 1.0), 0.75 * c) if ring else (1.0, 2.0)
-    moved = 20.0 * out * merged, 38.0 * out + 10.0 * added * (queries + keys)
+    joined = 10.0 * queries + 10.0 * added * (queries + keys) if ring else 6.0 * queries + 5.0 * c * keys
+    moved = (20.0 * merged + 6.0) * out, 4.0 * out + joined
     some = 1.0 * (c > 1)
     sizes = (rows * each * some for each in moved)
     # Some 10 bare kernels a merge and 6 a sum, each a quarter of a launch under autograd and modules.

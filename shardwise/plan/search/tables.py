@@ -367,7 +367,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(job: Job, sizes: Sizes) -> Rows:
-    """As the trainer does it (`trainer/state.py`): a chunked loss saves gradients of its input and matrix, another probabilities."""
+    """As the trainer does it (`trainer/state.py`): a chunked loss saves its gradients, another the probabilities."""
     every = replace(job, layout=sizes.into(job.layout), microbatch=sizes.microbatch.astype(float))
     m, high, rows = job.model, max(4.0, job.width), every.rows
     columns = m.head_rows / sizes.tensor

@@ -171,11 +171,9 @@ def core(tape: Tape, heads: Heads) -> str:
         k, v = heads.k, heads.v
         if lay.context_method == "gather":
             k = v = tape.make("both", batch * length * heads.keys * (heads.width + heads.v_width))
-        tape.save(heads.q, k, v)
-        out = tape.make("blocks out", planned.tokens * heads.queries * heads.v_width)
-        tape.save(out)
+        tape.save(heads.q, k, v, flat)
         tape.save_new("blocks sums", planned.tokens * heads.queries, planned.high_width)
-        return flat if heads.queries > 1 else out
+        return flat
     keys = (heads.keys if heads.keys % c == 0 else heads.queries) // c
     queries = heads.queries // c
     q = tape.make("dealt q", batch * length * queries * heads.width)
