@@ -99,11 +99,7 @@ class StandIns:
         return outs, self._do(group, "all_gather", mine, [x for many in outs for x in many], act)
 
     def all_gather_coalesced(self, outs: list[Tensor], mine: list[Tensor], group: Any, *rest: Any) -> Any:
-        def act() -> None:
-            for out, one in zip(outs, mine, strict=True):
-                repeat(one, out)
-
-        return self._do(group, "all_gather", mine, outs, act)
+        return self._do(group, "all_gather", mine, outs, lambda: repeat_all(mine, outs))
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, group: Any, *rest: Any) -> Any:
         pg = dist.ProcessGroup.unbox(group)
@@ -163,6 +159,17 @@ def repeat(mine: Tensor, out: Tensor) -> None:
         more = min(done, target.numel() - done)
         target[done : done + more].copy_(target[:more])
         done += more
+
+
+def repeat_all(mine: list[Tensor], outs: list[Tensor]) -> None:
+    """The same for each pair; one launch on a GPU, where a copy for each doubling of nine parameters costs the host 0.2 ms."""
+    if all(x.is_cuda and x.is_contiguous() for x in (*mine, *outs)):
+        from shardwise.model.kernels import many
+
+        many.repeat(mine, outs)
+        return
+    for one, out in zip(mine, outs, strict=True):
+        repeat(one, out)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""One pass over the memory of many tensors, in a launch for each sixteen: casts to another dtype, and sums of squares. PyTorch's
+"""One pass over the memory of many tensors, in a launch for each sixteen: casts, sums of squares, repetitions. PyTorch's
 `_foreach_copy_`, `_foreach_norm`, `copy_` and `_chunk_cat` move 2.1 to 2.8 TB/s on an H200, where a copy moves 4.2."""
 
 from __future__ import annotations
@@ -49,6 +49,18 @@ def _squares(SOURCES, SIZES, OUT, N: tl.constexpr, TURNS: tl.constexpr):  # type
         block -= blocks
 
 
+@triton.jit
+def _repeat(SOURCES, TARGETS, SIZES, NUMELS, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    block = tl.program_id(0)
+    for one in tl.static_range(len(SOURCES)):
+        blocks = tl.cdiv(NUMELS[one], N)
+        if (block >= 0) & (block < blocks):
+            place = block.to(tl.int64) * N + tl.arange(0, N)
+            inside = place < NUMELS[one]
+            tl.store(TARGETS[one] + place, tl.load(SOURCES[one] + place % SIZES[one], mask=inside), mask=inside)
+        block -= blocks
+
+
 def cast(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Write contiguous tensors to contiguous ones of another dtype."""
     pairs = [pair for pair in zip(sources, targets, strict=True) if pair[0].numel()]
@@ -57,6 +69,17 @@ def cast(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         programs = sum(triton.cdiv(size, AT_ONCE) for size in sizes)
         given = tuple(source for source, _ in some), tuple(target for _, target in some), sizes
         _cast[(programs,)](*given, AT_ONCE, num_warps=8)
+
+
+def repeat(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Fill contiguous tensors with repetitions of others of the same dtype, which may be parts of them, at multiples of their
+    size."""
+    pairs = [pair for pair in zip(sources, targets, strict=True) if pair[0].numel()]
+    for some in _launches(pairs):
+        sizes, numels = (tuple(pair[which].numel() for pair in some) for which in (0, 1))
+        programs = sum(triton.cdiv(numel, AT_ONCE) for numel in numels)
+        given = tuple(source for source, _ in some), tuple(target for _, target in some), sizes, numels
+        _repeat[(programs,)](*given, AT_ONCE, num_warps=8)
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
