@@ -21,9 +21,10 @@ WAYS = (
     ("int8", "round", 0.002),
     ("int8", "smoothquant", 0.002),
     ("fp8", "gptq", 0.002),
+    ("fp8", "gptq --weight-only", 0.002),
     ("fp8", "round", None),
 )
-"""Weights, method, and what it may cost."""
+"""Weights, method (and an option of it), and what it may cost."""
 
 
 def shardwise(*words: str) -> str:
@@ -47,8 +48,8 @@ def main() -> None:
         if not args.trained:
             shardwise("train", args.run, "--out", trained)
         for weights, method, limit in WAYS:
-            words = ("--weights", weights, "--method", method, "--eval-sequences", args.eval_sequences, "--json")
-            found = json.loads(shardwise("quantize", trained, f"{folder}/{weights}-{method}", *words))
+            words = ("--weights", weights, "--method", *method.split(), "--eval-sequences", args.eval_sequences)
+            found = json.loads(shardwise("quantize", trained, f"{folder}/{weights}-{method}", *words, "--json"))
             before, after = found["perplexity_before"], found["perplexity_after"]
             rows[f"{weights} {method}"] = {
                 "before": before,
@@ -57,7 +58,7 @@ def main() -> None:
                 "limit": limit,
             }
             kept = "" if limit is None else " within" if after / before - 1 <= limit else " NOT within"
-            print(f"{weights:5} {method:12} {before:.4f} to {after:.4f} ({after / before - 1:+.2%}){kept}", flush=True)
+            print(f"{weights:5} {method:18} {before:.4f} to {after:.4f} ({after / before - 1:+.2%}){kept}", flush=True)
             if args.out:
                 args.out.write_text(json.dumps(rows, indent=1))
 

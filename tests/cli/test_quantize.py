@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from shardwise.checkpoint.weights import load_model
 from shardwise.cli.main import main
 from shardwise.model import Transformer, initialize
-from shardwise.model.quantized.model import layer_matrices, quantize_model, use_quantized_gemms
+from shardwise.model.quantized.model import layer_matrices, put_matrix, quantize_model, use_quantized_gemms
 from shardwise.quantize.quantize import of_one_group
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
@@ -109,6 +109,31 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, model: dict[str, object
         torch.testing.assert_close(found(tokens).result, wanted(tokens).result, rtol=1e-5, atol=1e-5)
 
 
+def test_inputs_stay_whole_where_only_weights_are_rounded(tmp_path: Path) -> None:
+    """The folder says so to other readers too; the bytes of weights are those of fp8 with rounded inputs."""
+    source = checkpoint_of(tmp_path / "tiny")
+    options = ("--weights", "fp8", "--method", "round", "--set", tmp_path / "text.txt", "--eval-sequences", 1)
+    assert run(source, tmp_path / "both", *options) == 0
+    assert run(source, tmp_path / "out", *options, "--weight-only") == 0
+    stored, both = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "both"))
+    assert stored.keys() == both.keys()
+    assert all(torch.equal(stored[name].view(torch.uint8), both[name].view(torch.uint8)) for name in stored)
+    schemes = [
+        json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+        for name in ("out", "both")
+    ]
+    assert schemes[0]["input_activations"] is None
+    assert schemes[1]["input_activations"]["strategy"] == "token"
+    whole, _ = load_model(source)
+    found, _ = load_model(tmp_path / "out", torch.float32)
+    for name, matrix in list(layer_matrices(found)):
+        put_matrix(whole, name, matrix.to(torch.float32))
+    use_quantized_gemms(found)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(found(tokens).result, whole(tokens).result, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("model", [NEOX, BLOOM], ids=["neox", "bloom"])
 def test_queries_keys_and_values_stand_head_by_head_as_in_the_unpacked_folder(
     tmp_path: Path, model: dict[str, object]
@@ -134,6 +159,7 @@ def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[st
         return capsys.readouterr().err
 
     assert "8 bits" in sentence(source, out, "--weights", "int4", "--method", "smoothquant")
+    assert "--weight-only" in sentence(source, out, "--weights", "fp8", "--method", "smoothquant", "--weight-only")
     assert "multiple of 8" in sentence(source, out, "--weights", "int4", "--group", 12)
     assert "no such file" in sentence(source, out, "--weights", "int4", "--set", tmp_path / "nothing")
     assert "neither" in sentence(source, out, "--weights", "int4", "--set", source)

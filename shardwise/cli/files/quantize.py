@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--eval-sequences", type=at_least(1), default=64, help="sequences to measure the perplexity on (64)"
     )
+    parser.add_argument(
+        "--weight-only", action="store_true", help="fp8: inputs stay in 16 bits, as int8's and int4's do"
+    )
     parser.add_argument("--group", type=at_least(8), default=128, help="int4: weights that share a scale (128)")
     parser.add_argument("--symmetric", action="store_true", help="int4: no zero points")
     parser.add_argument("--act-order", action="store_true", help="gptq: columns with the largest inputs first")
@@ -50,6 +53,10 @@ def execute(args: argparse.Namespace) -> int:
     if method == "smoothquant" and args.weights == "int4":
         problems.append(
             Problem("is for weights and inputs of 8 bits; int4 has gptq and awq", "--method", "command line")
+        )
+    if method == "smoothquant" and args.weight_only:
+        problems.append(
+            Problem("moves the range of inputs that are rounded; --weight-only rounds none", "--method", "command line")
         )
     if args.group % 8:
         problems.append(Problem(f"{args.group} is no multiple of 8", "--group", "command line"))
@@ -71,6 +78,8 @@ def execute(args: argparse.Namespace) -> int:
         form = replace(form, group=args.group, zeros=not args.symmetric)
     elif method == "smoothquant" and args.weights == "int8":
         form = SMOOTHED
+    if args.weight_only:
+        form = replace(form, activations="")
     settings = Settings(form, method, args.damping, args.act_order, args.alpha)
     with progress_line() as tell:
         done = quantize_checkpoint(
