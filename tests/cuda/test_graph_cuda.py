@@ -70,7 +70,10 @@ def test_replayed_steps_are_launched_ones(model: dict[str, Any], layout: dict[st
 
 def test_a_small_model_is_found_to_wait_for_its_host() -> None:
     run = small_run({}, {}, dict(compile=False, deterministic=False))
-    _, train_state, said = trained(run, True, [random_batch(run, number) for number in range(STEPS)])
+    for _ in range(3):  # other processes may use the GPU meanwhile, which then is the slower one
+        _, train_state, said = trained(run, True, [random_batch(run, number) for number in range(STEPS)])
+        if said:
+            break
     assert said == ["steps are replayed as a CUDA graph from here on: the host was slower than the GPU"]
     assert train_state.replay.graph is not None  # type: ignore[union-attr]
 
