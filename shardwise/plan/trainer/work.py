@@ -24,7 +24,7 @@ from shardwise.plan.trainer import muon
 from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank, first_ranks, reference_run
 from shardwise.plan.trainer.rows import rows_to_experts
 from shardwise.run import Run
-from shardwise.run.derive import uses_fp8_gemm
+from shardwise.run.derive import logit_columns, uses_fp8_gemm
 from shardwise.run.parameters import matrix_of
 
 CONVENTION = (
@@ -78,16 +78,17 @@ def work(run: Run, rank: int | None = None) -> Work:
         passes["backward_input"] += total if gemm.weight else 2 * total
         passes["backward_weight"] += to_weight if gemm.weight and gemm.learns else 0.0
     if planned.objective.reference:  # the same network without adapters, or a teacher
-        for times, gemm, _ in _gemms(PlannedRank(reference_run(run), rank)):
+        for times, gemm, _ in _gemms(PlannedRank(reference_run(run), rank), frozen=True):
             flops.setdefault(gemm.part, dict.fromkeys(PASSES[:4], 0.0))["forward"] += (
-                planned.objective.reference * times * run.stage_microbatches * gemm.flops
+                planned.objective.reference * times * run.stage_microbatches * (gemm.flops + gemm.padding)
             )
     flops["parameters"] = {"optimizer": muon.flops(planned) if run.train.optimizer == "muon" else 0.0}
     return Work(flops, convention=CONVENTION)
 
 
-def _gemms(planned: PlannedRank) -> Iterator[tuple[int, GemmFlops, frozenset[str]]]:
-    """Every GEMM of a rank, once for identical layers: their count, the GEMM, and which parts of these layers are recomputed."""
+def _gemms(planned: PlannedRank, frozen: bool = False) -> Iterator[tuple[int, GemmFlops, frozenset[str]]]:
+    """Every GEMM of a rank, once for identical layers: their count, the GEMM, and which parts of these layers are recomputed. Of a
+    `frozen` network only log-probabilities are asked for."""
     counts: dict[tuple[bool, frozenset[str]], int] = {}
     for layer, recomputed in planned.recomputed.items():
         kind = planned.run.model.is_moe(layer), recomputed
@@ -98,7 +99,8 @@ def _gemms(planned: PlannedRank) -> Iterator[tuple[int, GemmFlops, frozenset[str
     if planned.stages[-1].last:
         head = planned.vocabulary(planned.stages[-1])
         tokens = planned.local_tokens if planned.objective.scores else planned.tokens
-        padding = 2.0 * tokens * (planned.logit_columns - head.shape[0]) * head.shape[1]
+        columns = logit_columns(head.shape[0]) if frozen else planned.logit_columns
+        padding = 2.0 * tokens * (columns - head.shape[0]) * head.shape[1]
         yield 1, GemmFlops("head", 2.0 * tokens * head.numel, learns=head.learns, padding=padding), NEVER
 
 
