@@ -39,6 +39,16 @@ class InPlace:
         else:
             foreach_copy_(targets, sources)
 
+    def add(self, sources: list[Tensor], targets: list[Tensor]) -> None:
+        """Add tensors to others of the dtype of the sums."""
+        if all(each.is_cuda and each.is_contiguous() for each in (*sources, *targets)):
+            from shardwise.model.kernels.many import add
+
+            add(sources, targets)
+        else:
+            for source, target in zip(sources, targets, strict=True):
+                target += source
+
     def gather(self, shards: list[Tensor], gathered: list[Tensor]) -> None:
         """Gather each shard into the tensor at the same place of the other list: one call for those of a dtype."""
         for dtype in dict.fromkeys(shard.dtype for shard in shards):

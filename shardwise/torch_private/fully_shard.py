@@ -169,6 +169,9 @@ class Collectives(Protocol):
     def cast(self, sources: list[Tensor], targets: list[Tensor]) -> None:
         """Write each tensor to the one at the same place of the second list, of another dtype."""
 
+    def add(self, sources: list[Tensor], targets: list[Tensor]) -> None:
+        """Add each tensor to the one at the same place of the second list, of the dtype of sums."""
+
     def gather(self, shards: list[Tensor], gathered: list[Tensor]) -> None:
         """All-gather each tensor of the first list, which is this rank's part of the one at the same place of the second, into
         that one."""
@@ -193,8 +196,7 @@ def communicate_in_place(module: Any, collectives: Collectives, *, reduces: bool
     group.unshard = partial(_gather, group, collectives)
     group.wait_for_unshard = partial(_wait_for_gather, group)
     group._to_sharded = partial(_free, group)
-    if reduces:
-        group.post_backward = partial(_reduce, group, collectives)
+    group.post_backward = partial(_reduce, group, collectives, reduces)
 
 
 @torch.no_grad()
@@ -252,14 +254,19 @@ def _free(group: Any) -> None:
 
 
 @torch.no_grad()
-def _reduce(group: Any, collectives: Collectives, *unused: Any) -> None:
-    """`FSDPParamGroup.post_backward`. Gradients that were accumulated unsharded are in the dtype of the sum, and are left to
-    `fully_shard`."""
+def _reduce(group: Any, collectives: Collectives, reduces: bool, *unused: Any) -> None:
+    """`FSDPParamGroup.post_backward`. Gradients that were accumulated unsharded are in the dtype of the sum: further ones are added
+    here, and the sum is left to `fully_shard`."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import ReduceScatterState
 
     fresh = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p._unsharded_param.grad is not None]
     accumulated = any(p.unsharded_accumulated_grad is not None for p in group.fsdp_params)
-    if accumulated or not fresh or not group.reduce_grads:
+    further = [p for p in fresh if p.unsharded_accumulated_grad is not None]
+    if further:
+        collectives.add([p._unsharded_param.grad for p in further], [p.unsharded_accumulated_grad for p in further])
+        for parameter in further:
+            parameter._unsharded_param.grad = None
+    if accumulated or not fresh or not group.reduce_grads or not reduces:
         return type(group).post_backward(group, *unused)
     group._training_state = type(group._training_state).POST_BACKWARD
     current, shared = group.device_handle.current_stream(), group.comm_ctx

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.model.kernels.many import AT_ONCE, MOST, TURNS, cast, repeat, sum_of_squares
+from shardwise.model.kernels.many import AT_ONCE, MOST, TURNS, add, cast, repeat, sum_of_squares
 
 generator = torch.Generator().manual_seed(3)
 whole = AT_ONCE * TURNS
@@ -15,6 +15,9 @@ for sizes in ((1,), (5000, AT_ONCE, AT_ONCE - 1, 0, 1), (whole, whole + 1), tupl
     for one, other in zip(narrow, wide, strict=True):
         assert torch.equal(other[:-1], one.float())
         assert other[-1] == 7
+    twice = [each[:-1].clone() for each in wide]
+    add(narrow, twice)
+    assert all(torch.equal(one, 2 * other.float()) for one, other in zip(twice, narrow, strict=True))
     back = [torch.empty_like(one) for one in narrow]
     cast([each[:-1] for each in wide], back)
     assert all(torch.equal(one, other) for one, other in zip(narrow, back, strict=True))

@@ -257,14 +257,9 @@ class Host:
     def measure(self) -> None:
         """Time steps of each kind."""
         few, more = self.grid.prompts
-        for name, seconds in (
-            ("alone", self._decoding(1)),
-            ("together", self._decoding(self.grid.many)),
-            ("small", self._prompts(2, few)),
-            ("deep", self._prompts(10, few)),
-            ("long", self._prompts(2, more)),
-            ("arrival", self._arrival()),
-        ):
+        many, small, deep = self._decoding(self.grid.many), self._prompts(2, few), self._prompts(10, few)
+        found = dict(alone=self._decoding(1), together=many, small=small, deep=deep, long=self._prompts(2, more))
+        for name, seconds in (found | dict(arrival=self._arrival())).items():
             self.shortest[name] = min(seconds, self.shortest.get(name, seconds))
 
     def facts(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""One pass over the memory of many tensors, in a launch for each sixteen: casts, sums of squares, repetitions. PyTorch's
+"""One pass over the memory of many tensors, in a launch for each sixteen: casts, sums, sums of squares, repetitions. PyTorch's
 `_foreach_copy_`, `_foreach_norm`, `copy_` and `_chunk_cat` move 2.1 to 2.8 TB/s on an H200, where a copy moves 4.2."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -31,6 +31,20 @@ def _cast(SOURCES, TARGETS, SIZES, N: tl.constexpr):  # type: ignore[no-untyped-
             inside = place < SIZES[one]
             values = tl.load(SOURCES[one] + place, mask=inside)
             tl.store(TARGETS[one] + place, values.to(TARGETS[one].dtype.element_ty), mask=inside)
+        block -= blocks
+
+
+@triton.jit
+def _add(SOURCES, TARGETS, SIZES, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    block = tl.program_id(0)
+    for one in tl.static_range(len(SOURCES)):
+        blocks = tl.cdiv(SIZES[one], N)
+        if (block >= 0) & (block < blocks):
+            place = block.to(tl.int64) * N + tl.arange(0, N)
+            inside = place < SIZES[one]
+            total = tl.load(TARGETS[one] + place, mask=inside)
+            total += tl.load(SOURCES[one] + place, mask=inside).to(TARGETS[one].dtype.element_ty)
+            tl.store(TARGETS[one] + place, total, mask=inside)
         block -= blocks
 
 
@@ -63,12 +77,21 @@ def _repeat(SOURCES, TARGETS, SIZES, NUMELS, N: tl.constexpr):  # type: ignore[n
 
 def cast(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Write contiguous tensors to contiguous ones of another dtype."""
+    _each(_cast, sources, targets)
+
+
+def add(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Add contiguous tensors to contiguous ones of higher precision."""
+    _each(_add, sources, targets)
+
+
+def _each(kernel: Any, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     pairs = [pair for pair in zip(sources, targets, strict=True) if pair[0].numel()]
     for some in _launches(pairs):
         sizes = tuple(source.numel() for source, _ in some)
         programs = sum(triton.cdiv(size, AT_ONCE) for size in sizes)
         given = tuple(source for source, _ in some), tuple(target for _, target in some), sizes
-        _cast[(programs,)](*given, AT_ONCE, num_warps=8)
+        kernel[(programs,)](*given, AT_ONCE, num_warps=8)
 
 
 def repeat(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
