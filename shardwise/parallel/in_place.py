@@ -42,9 +42,9 @@ class InPlace:
     def add(self, sources: list[Tensor], targets: list[Tensor]) -> None:
         """Add tensors to others of the dtype of the sums."""
         if all(each.is_cuda and each.is_contiguous() for each in (*sources, *targets)):
-            from shardwise.model.kernels.many import add
+            from shardwise.model.kernels.many import cast
 
-            add(sources, targets)
+            cast(sources, targets, adds=True)
         else:
             for source, target in zip(sources, targets, strict=True):
                 target += source

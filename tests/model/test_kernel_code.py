@@ -14,13 +14,20 @@ ROWS, INDICES = "*bf16", "*i32"
 
 
 def code(kernel: Any, warps: int = 2, **arguments: Any) -> str:
-    """The code of a kernel. Arguments are a type or a constant."""
+    """The code of a kernel. Arguments are a type, types in a tuple, or a constant."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
-    types = {name: value if isinstance(value, str) else "constexpr" for name, value in arguments.items()}
-    constants = {name: value for name, value in arguments.items() if not isinstance(value, str)}
-    aligned = {(n,): [["tt.divisibility", 16]] for n, given in enumerate(types.values()) if given[0] in "*i"}
+    types = {name: value if isinstance(value, str | tuple) else "constexpr" for name, value in arguments.items()}
+    constants = {name: value for name, value in arguments.items() if not isinstance(value, str | tuple)}
+    places = [((n,), given) for n, given in enumerate(types.values()) if isinstance(given, str)]
+    places += [
+        ((n, m), each)
+        for n, given in enumerate(types.values())
+        if isinstance(given, tuple)
+        for m, each in enumerate(given)
+    ]
+    aligned = {place: [["tt.divisibility", 16]] for place, given in places if given[0] in "*i"}
     source = triton.compiler.ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 2})
     return str(made.asm["ptx"])
@@ -50,6 +57,19 @@ def test_rows_go_to_their_experts_16_bytes_at_a_time() -> None:
     )  # fmt: skip
     assert backward["st.global.v4.b32"]
     assert max(backward["ld.global.b16"], backward["st.global.b16"]) <= K
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_many_tensors_are_cast_16_bytes_at_a_time(adds: bool) -> None:
+    pytest.importorskip("triton")
+    from shardwise.model.kernels.many import AT_ONCE, _cast
+
+    tensors, numbers = (("*bf16",) * 3, ("*fp32",) * 3), ("i32",) * 3
+    for sources, targets in (tensors, tensors[::-1]):
+        found = accesses(_cast, SOURCES=sources, TARGETS=targets, SIZES=numbers, ADDS=adds, N=AT_ONCE)
+        assert found["ld.global.v4.b32"] >= 3
+        assert found["st.global.v4.b32"] >= 3
+        assert found.keys() == {"ld.global.v4.b32", "st.global.v4.b32"}
 
 
 @pytest.mark.parametrize("name", ["_bounded_attention", "_attention_backward_q", "_attention_backward_kv"])

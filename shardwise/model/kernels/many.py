@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import triton
@@ -22,29 +22,17 @@ Each = TypeVar("Each")
 
 
 @triton.jit
-def _cast(SOURCES, TARGETS, SIZES, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cast(SOURCES, TARGETS, SIZES, ADDS: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
     for one in tl.static_range(len(SOURCES)):
         blocks = tl.cdiv(SIZES[one], N)
         if (block >= 0) & (block < blocks):
             place = block.to(tl.int64) * N + tl.arange(0, N)
             inside = place < SIZES[one]
-            values = tl.load(SOURCES[one] + place, mask=inside)
-            tl.store(TARGETS[one] + place, values.to(TARGETS[one].dtype.element_ty), mask=inside)
-        block -= blocks
-
-
-@triton.jit
-def _add(SOURCES, TARGETS, SIZES, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    block = tl.program_id(0)
-    for one in tl.static_range(len(SOURCES)):
-        blocks = tl.cdiv(SIZES[one], N)
-        if (block >= 0) & (block < blocks):
-            place = block.to(tl.int64) * N + tl.arange(0, N)
-            inside = place < SIZES[one]
-            total = tl.load(TARGETS[one] + place, mask=inside)
-            total += tl.load(SOURCES[one] + place, mask=inside).to(TARGETS[one].dtype.element_ty)
-            tl.store(TARGETS[one] + place, total, mask=inside)
+            values = tl.load(SOURCES[one] + place, mask=inside).to(TARGETS[one].dtype.element_ty)
+            if ADDS:
+                values += tl.load(TARGETS[one] + place, mask=inside)
+            tl.store(TARGETS[one] + place, values, mask=inside)
         block -= blocks
 
 
@@ -75,23 +63,14 @@ def _repeat(SOURCES, TARGETS, SIZES, NUMELS, N: tl.constexpr):  # type: ignore[n
         block -= blocks
 
 
-def cast(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Write contiguous tensors to contiguous ones of another dtype."""
-    _each(_cast, sources, targets)
-
-
-def add(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Add contiguous tensors to contiguous ones of higher precision."""
-    _each(_add, sources, targets)
-
-
-def _each(kernel: Any, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+def cast(sources: Sequence[Tensor], targets: Sequence[Tensor], *, adds: bool = False) -> None:
+    """Write contiguous tensors to contiguous ones of another dtype, or add them to these."""
     pairs = [pair for pair in zip(sources, targets, strict=True) if pair[0].numel()]
     for some in _launches(pairs):
         sizes = tuple(source.numel() for source, _ in some)
         programs = sum(triton.cdiv(size, AT_ONCE) for size in sizes)
         given = tuple(source for source, _ in some), tuple(target for _, target in some), sizes
-        kernel[(programs,)](*given, AT_ONCE, num_warps=8)
+        _cast[(programs,)](*given, adds, AT_ONCE, num_warps=8)
 
 
 def repeat(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
