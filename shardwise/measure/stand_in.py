@@ -99,7 +99,8 @@ class StandIns:
         return outs, self._do(group, "all_gather", mine, [x for many in outs for x in many], act)
 
     def all_gather_coalesced(self, outs: list[Tensor], mine: list[Tensor], group: Any, *rest: Any) -> Any:
-        return self._do(group, "all_gather", mine, outs, lambda: repeat_all(mine, outs))
+        ranks = dist.ProcessGroup.unbox(group).size()
+        return self._do(group, "all_gather", mine, outs, lambda: repeat_all(mine, outs, ranks))
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, group: Any, *rest: Any) -> Any:
         pg = dist.ProcessGroup.unbox(group)
@@ -111,7 +112,7 @@ class StandIns:
 
         def act() -> None:
             for out, whole in zip(outs, wholes, strict=True):
-                out.view(-1).copy_(whole.view(pg.size(), -1)[pg.rank()])
+                out.view(-1).copy_(whole.view(pg.size(), whole.numel() // pg.size())[pg.rank()])
 
         return self._do(group, "reduce_scatter", wholes, outs, act)
 
@@ -161,12 +162,12 @@ def repeat(mine: Tensor, out: Tensor) -> None:
         done += more
 
 
-def repeat_all(mine: list[Tensor], outs: list[Tensor]) -> None:
+def repeat_all(mine: list[Tensor], outs: list[Tensor], ranks: int) -> None:
     """The same for each pair; one launch on a GPU, where a copy for each doubling of nine parameters costs the host 0.2 ms."""
     if all(x.is_cuda and x.is_contiguous() for x in (*mine, *outs)):
         from shardwise.model.kernels import many
 
-        many.repeat(mine, outs)
+        many.repeat(mine, outs, ranks)
         return
     for one, out in zip(mine, outs, strict=True):
         repeat(one, out)

@@ -14,6 +14,7 @@ the gradients of a layer and what arrives of others, 2 bytes each, where there i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -90,7 +91,8 @@ class Exchange(InPlace):
     def _parts(self, gradient: Tensor) -> Tensor:
         """A gradient as a part for each rank [ranks, numel]."""
         ranks = self.group.size()
-        return padded(gradient, ranks).view(ranks, -1)
+        whole = padded(gradient, ranks)
+        return whole.view(ranks, len(whole) // ranks)
 
     def _exchanged(self, parts: Tensor) -> Tensor:
         """The sum of this rank's part over all ranks."""
@@ -108,7 +110,7 @@ class Exchange(InPlace):
 
 def padded_numel(gradient: Tensor, ranks: int) -> int:
     """Its elements with its rows padded to a multiple of the ranks."""
-    return -(-gradient.shape[0] // ranks) * ranks * (gradient.numel() // gradient.shape[0])
+    return -(-gradient.shape[0] // ranks) * ranks * math.prod(gradient.shape[1:])
 
 
 def padded(gradient: Tensor, ranks: int) -> Tensor:

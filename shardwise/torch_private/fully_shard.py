@@ -278,10 +278,10 @@ def _reduce(group: Any, collectives: Collectives, reduces: bool, *unused: Any) -
     gradients = [p.unsharded_grad_data for p in fresh]
     for parameter in fresh:
         parameter._unsharded_param.grad = None
-    sent = collectives.prepared(gradients)
-    del gradients
     if group.reshard_after_backward:
         group.reshard()
+    sent = collectives.prepared(gradients)
+    del gradients
     stream = shared.reduce_scatter_stream
     stream.wait_stream(current)
     with group.device_handle.stream(stream):

@@ -36,11 +36,12 @@ def check(device: str) -> None:
             want = sum(float(each.double().square().sum()) for each in tensors)
             assert abs(float(sum_of_squares(tensors)) - want) <= 1e-6 * want
     assert float(sum_of_squares([])) == 0
-    parts = [random(size) for size in (1, 5, 0, 3000)]
-    wholes = [torch.empty(4 * part.numel(), dtype=torch.bfloat16, device=device) for part in parts]
-    wholes[3][3000:6000] = parts[3]
-    repeat([*parts[:3], wholes[3][3000:6000]], wholes)
-    assert all(torch.equal(whole, part.repeat(4)) for part, whole in zip(parts, wholes, strict=True))
+    for times in (4, TURNS + 3):
+        parts = [random(size) for size in (1, 5, 0, 3000)]
+        wholes = [torch.empty(times * part.numel(), dtype=torch.bfloat16, device=device) for part in parts]
+        wholes[3][3000:6000] = parts[3]
+        repeat([*parts[:3], wholes[3][3000:6000]], wholes, times)
+        assert all(torch.equal(whole, part.repeat(times)) for part, whole in zip(parts, wholes, strict=True))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import Tensor
 AT_ONCE = 2048
 """Values that a program takes at a time: 16 bytes of 16-bit values for each of 256 threads."""
 TURNS = 8
-"""How often one does that for a sum of squares."""
+"""How often one does that for a sum of squares; programs that write copies of the same values."""
 MOST = 16
 """Tensors of a launch: each is a case in a kernel's code."""
 
@@ -25,7 +25,7 @@ Each = TypeVar("Each")
 def _cast(SOURCES, TARGETS, SIZES, ADDS: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
     for one in tl.static_range(len(SOURCES)):
-        blocks = tl.cdiv(SIZES[one], N)
+        blocks = (SIZES[one] - 1) // N + 1
         if (block >= 0) & (block < blocks):
             place = block.to(tl.int64) * N + tl.arange(0, N)
             inside = place < SIZES[one]
@@ -40,7 +40,7 @@ def _cast(SOURCES, TARGETS, SIZES, ADDS: tl.constexpr, N: tl.constexpr):  # type
 def _squares(SOURCES, SIZES, OUT, N: tl.constexpr, TURNS: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
     for one in tl.static_range(len(SOURCES)):
-        blocks = tl.cdiv(SIZES[one], N * TURNS)
+        blocks = (SIZES[one] - 1) // (N * TURNS) + 1
         if (block >= 0) & (block < blocks):
             total = tl.zeros((N,), tl.float32)
             for turn in range(TURNS):
@@ -52,14 +52,17 @@ def _squares(SOURCES, SIZES, OUT, N: tl.constexpr, TURNS: tl.constexpr):  # type
 
 
 @triton.jit
-def _repeat(SOURCES, TARGETS, SIZES, NUMELS, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _repeat(SOURCES, TARGETS, SIZES, times, N: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
     for one in tl.static_range(len(SOURCES)):
-        blocks = tl.cdiv(NUMELS[one], N)
+        blocks = (SIZES[one] - 1) // N + 1
         if (block >= 0) & (block < blocks):
-            place = block.to(tl.int64) * N + tl.arange(0, N)
-            inside = place < NUMELS[one]
-            tl.store(TARGETS[one] + place, tl.load(SOURCES[one] + place % SIZES[one], mask=inside), mask=inside)
+            wide = block.to(tl.int64)
+            place = wide * N + tl.arange(0, N)
+            inside = place < SIZES[one]
+            values = tl.load(SOURCES[one] + place, mask=inside)
+            for turn in range(tl.program_id(1), times, tl.num_programs(1)):
+                tl.store(TARGETS[one] + (turn + 0 * wide) * SIZES[one] + place, values, mask=inside)
         block -= blocks
 
 
@@ -73,15 +76,14 @@ def cast(sources: Sequence[Tensor], targets: Sequence[Tensor], *, adds: bool = F
         _cast[(programs,)](*given, adds, AT_ONCE, num_warps=8)
 
 
-def repeat(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Fill contiguous tensors with repetitions of others of the same dtype, which may be parts of them, at multiples of their
-    size."""
+def repeat(sources: Sequence[Tensor], targets: Sequence[Tensor], times: int) -> None:
+    """Fill contiguous tensors with so many copies of others of the same dtype, which may be one of these copies."""
     pairs = [pair for pair in zip(sources, targets, strict=True) if pair[0].numel()]
     for some in _launches(pairs):
-        sizes, numels = (tuple(pair[which].numel() for pair in some) for which in (0, 1))
-        programs = sum(triton.cdiv(numel, AT_ONCE) for numel in numels)
-        given = tuple(source for source, _ in some), tuple(target for _, target in some), sizes, numels
-        _repeat[(programs,)](*given, AT_ONCE, num_warps=8)
+        sizes = tuple(source.numel() for source, _ in some)
+        programs = sum(triton.cdiv(size, AT_ONCE) for size in sizes), min(times, TURNS)
+        given = tuple(source for source, _ in some), tuple(target for _, target in some), sizes
+        _repeat[programs](*given, times, AT_ONCE, num_warps=8)
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:

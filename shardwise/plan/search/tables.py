@@ -372,9 +372,9 @@ def rows_of(job: Job, sizes: Sizes) -> Rows:
     m, high, rows = job.model, max(4.0, job.width), every.rows
     columns = m.head_rows / sizes.tensor
     entering = rows * m.hidden * job.width  # an unchunked loss saves this rank's shard of it
-    chunked, lines = chunked_loss(every) > 0, logit_columns(columns)
+    chunked, lines = chunked_loss(every) > 0, logit_columns(np.ceil(columns))
     matrix = 0.0 if job.adapter.used else columns * m.hidden * high
-    padded = (lines != columns) * lines * m.hidden * job.width
+    padded = (lines != np.ceil(columns)) * lines * m.hidden * job.width
     chunks = np.ceil(rows * columns * job.width / job.chunk_bytes)
     loss = np.where(chunked, rows * lines * job.width / chunks + padded, 2.0 * rows * columns * high)
     narrow = (chunks == 1) * np.asarray(every.fully_sharded[0]) * (job.dtype == "bfloat16")  # the head's gradient

@@ -207,7 +207,12 @@ class PlannedRank:
     def logit_columns(self) -> int:
         """Columns of the logits of the last stage: a loss that takes them in chunks pads the vocabulary."""
         rows = self.vocabulary(self.stages[-1]).shape[0]
-        return logit_columns(rows) if self.chunked or self.objective.logprobs else rows
+        return logit_columns(rows) if self.chunked or self.makes_logits_again else rows
+
+    @property
+    def makes_logits_again(self) -> bool:
+        """Whether a loss of log-probabilities computes logits, in chunks, for the forward and for the backward pass."""
+        return self.objective.logprobs and not self.run.train.invariant
 
     @property
     def reduce_width(self) -> int:

@@ -66,7 +66,7 @@ def work(run: Run, rank: int | None = None) -> Work:
         count = times * run.stage_microbatches
         total, to_weight = count * (gemm.flops + gemm.padding), count * gemm.flops
         passes["forward"] += planned.objective.forward_only * total
-        if gemm.part == "head" and planned.objective.logprobs:  # recomputed in the backward pass
+        if gemm.part == "head" and planned.makes_logits_again:
             passes["recompute"] += total
         elif gemm.part == "head" and planned.chunked:  # its gradients are made in the forward pass
             passes["forward"] += 2 * total + gemm.learns * to_weight
@@ -99,7 +99,8 @@ def _gemms(planned: PlannedRank, frozen: bool = False) -> Iterator[tuple[int, Ge
     if planned.stages[-1].last:
         head = planned.vocabulary(planned.stages[-1])
         tokens = planned.local_tokens if planned.objective.scores else planned.tokens
-        columns = logit_columns(head.shape[0]) if frozen else planned.logit_columns
+        pads = frozen and not planned.run.train.invariant
+        columns = logit_columns(head.shape[0]) if pads else planned.logit_columns
         padding = 2.0 * tokens * (columns - head.shape[0]) * head.shape[1]
         yield 1, GemmFlops("head", 2.0 * tokens * head.numel, learns=head.learns, padding=padding), NEVER
 
