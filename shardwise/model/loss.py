@@ -106,12 +106,12 @@ class _Chunked(torch.autograd.Function):
 
 def _scale(x: Tensor, factor: Tensor) -> None:
     """Multiply in place by a scalar on the device, which keeps its precision."""
-    if x.element_size() > 2:
-        foreach_mul_([x], factor.to(x.dtype))  # several times as fast as `mul_`
-    elif x.is_cuda:
+    if x.is_cuda and x.dtype != torch.float64:
         from shardwise.model.kernels.scale import scale_
 
         scale_(x, factor)
+    elif x.element_size() > 2:
+        foreach_mul_([x], factor.to(x.dtype))  # several times as fast as `mul_`
     else:
         x.mul_(factor)
 

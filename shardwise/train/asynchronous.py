@@ -69,7 +69,7 @@ class Updates:
         state, (step, counted) = self.state, self.due.popleft()
         with state.observers.phase("gradients"):
             reduce_partial_gradients(state.parallel.parameters, state.mesh)
-        factor = state.objective.full_count / counted()[0].clamp(min=1)
+        factor = state.objective.divisor / counted()[0].clamp(min=1)
         with state.observers.phase("clip"):
             self.square = state.optimizer.squared_norm(state.device) * factor**2
         # Autograd has saved the unsharded parameters for passes in flight, which must still see the old values.

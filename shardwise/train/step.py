@@ -187,7 +187,7 @@ class TrainState:
         self.refresh()
         # DistributedDataParallel averages gradients; everything else sums them.
         replicas = self.mesh.size("replicate") if self.mesh.layout.uses_ddp else 1
-        factor = self.loss_scale.scale * replicas / self.objective.full_count
+        factor = self.loss_scale.scale * replicas / self.objective.divisor
         self.objective.begin()
         microbatches = self._with_reference(microbatches)
         loss = self.parallel.pipeline.run(microbatches, self._stream(), self.objective, factor)
@@ -339,7 +339,7 @@ class TrainState:
         square = None
         if self.exchange.hides_norm(self.step):
             square = self.optimizer.squared_norm(self.device) * self.run.layout.replicate**2
-        factor = self.objective.full_count / (counted()[0].clamp(min=1) * self.loss_scale.scale)
+        factor = self.objective.divisor / (counted()[0].clamp(min=1) * self.loss_scale.scale)
         with self.observers.phase("gradients"):
             self.exchange.add_up(self.step, self.optimizer.momentum_of, factor)
         return square
@@ -357,8 +357,7 @@ class TrainState:
     def _norm_and_factor(self, square: Tensor, count: Tensor, clips: bool = True) -> tuple[Tensor, Tensor]:
         """Returns the gradient norm, and the factor on the gradients that divides by the objective's count, removes the loss scale
         and clips the norm."""
-        # The backward pass divided by `full_count`: the count of a batch in which every token counts.
-        factor = self.objective.full_count / (count * self.loss_scale.scale)
+        factor = self.objective.divisor / (count * self.loss_scale.scale)
         norm = square.sqrt() * factor
         if self.run.train.clip and clips:
             factor = factor * (self.run.train.clip / (norm + 1e-6)).clamp(max=1.0)

@@ -61,11 +61,11 @@ def graphs(rank: int, run: Run) -> list[int]:
     return found
 
 
-def test_a_layer_of_a_replica_is_one_graph(ranks: RankPool) -> None:
+def test_a_layer_of_a_replica_is_one_graph_and_so_is_the_norm(ranks: RankPool) -> None:
     run = cases.make_run("dense", dict(replicate=2), layers=1, steps=1, compile=True)
     large = dict(hidden=512, ffn=1024)  # several buckets
     for found in ranks.run(2, graphs, replace(run, model=replace(run.model, **large))):
-        assert len(found) == 2, found  # for training and for evaluation
+        assert len(found) == 4, found  # for training and for evaluation
 
 
 @LARGE

@@ -30,11 +30,17 @@ class TrainObjective(Objective):
         self.has_auxiliary = run.model.experts > 0 and bool(run.train.balance_loss or run.train.router_z_loss)
         self.batch_tokens = run.batch_tokens
         self.full_count: float = run.batch_tokens
-        """The count of a global batch in which every token (or answer) counts. Backward passes divide by it, since they run before
-        the true count over all ranks is known; the gradients are corrected as they are clipped."""
+        """The count of a global batch in which every token (or answer) counts."""
+        self.narrow = run.train.dtype == "float16"
         self.metrics = FACTS[run.objective.kind].metrics
         self.measured = torch.zeros(len(self.metrics), dtype=dtype, device=device)
         """The metrics' sums over the documents of this rank's share of a step; like the loss, each is divided by the count."""
+
+    @property
+    def divisor(self) -> float:
+        """What backward passes divide the loss by. The true count over all ranks is not known then, so the gradients are divided as
+        they are clipped. But float16 has too narrow a range for the gradients of a sum over all tokens."""
+        return self.full_count if self.narrow else 1.0
 
     @abstractmethod
     def token_arrays(self, batch: Batch) -> dict[str, np.ndarray]:
