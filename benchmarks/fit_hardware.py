@@ -461,6 +461,61 @@ def memory_table(measured: Row) -> dict[str, Any]:
     }
 
 
+# --- power ---
+
+READING = 0.2
+"""What a reading of the power counts beside one of the clock: it is a mean over less of the time."""
+
+
+def power_table(measured: Row) -> dict[str, Any]:
+    """The clock at any load, and the time of kernels at any clock, without pauses of over 10 ms: the clock rises behind them."""
+    rows = [row for row in measured["clock"] if row["pause_ms"] <= 10]
+    seen = np.array([row["mhz"] / measured["most_mhz"] for row in rows])
+    watts, loads = (np.array([float(row[name]) for row in rows]) for name in ("watts", "load"))
+    kinds = ("matmul", "attention", "memory")
+    shares = np.array(
+        [[row["round_ms"].get(kind, 0.0) / sum(row["round_ms"].values()) for kind in kinds] for row in rows]
+    )
+
+    def clock(values: Any) -> Any:
+        limit, idle, exponent, *each = values
+        return np.minimum(1.0, ((limit - idle) / (loads * (shares @ np.array(each)))) ** (1 / exponent))
+
+    def residual(values: Any) -> Any:
+        _, idle, exponent, *each = values
+        drawn = idle + loads * (shares @ np.array(each)) * seen**exponent
+        return np.concatenate((np.log(clock(values) / seen), READING * np.log(drawn / watts)))
+
+    limit, idle, exponent, *each = least_squares(
+        residual, [680, 110, 1.7, 950, 740, 360], [600, 60, 1.0, 500, 300, 150], [700, 200, 3.0, 1500, 1200, 600]
+    )
+    at = clock([limit, idle, exponent, *each])
+    follows = {}
+    for kind in kinds:
+        shares_of = []
+        for name in sorted({name for row in rows for name in row["ms"] if kind_of_kernel(name) == kind}):
+            some = [n for n, row in enumerate(rows) if name in row["ms"]]
+            took = np.array([rows[n]["ms"][name] for n in some])
+            fixed, moving = np.linalg.lstsq(np.stack((np.ones(len(some)), 1 / at[some]), axis=1), took, rcond=None)[0]
+            shares_of.append(max(0.0, moving / (fixed + moving)))
+        follows[kind] = float(np.median(shares_of))
+    return {
+        "h200-sxm": {
+            "constants": {
+                "limit": float(limit), "idle": float(idle), "exponent": float(exponent),
+                "watts": dict(zip(kinds, map(float, each), strict=True)), "follows": follows,
+            },
+            "source": "GEMMs, attention and copies with pauses between them, PyTorch 2.11 on an H200 (benchmarks/gpu/clock.py)",
+            "errors": {"clock": errors(at, seen)},
+        }
+    }  # fmt: skip
+
+
+def kind_of_kernel(name: str) -> str:
+    """The planner's kind of a kernel that `clock.py` ran."""
+    return "memory" if name == "copy" else "attention" if name.startswith("attention") else "matmul"
+
+
 # --- collectives ---
 
 MIB = 2**20
@@ -713,6 +768,8 @@ LENDERS["attention"] = {
     "mi355x": "mi300x",
 }
 LENDERS["memory"] = {name: "h200-sxm" for name in CHIPS if name != "h200-sxm"}
+LENDERS["power"] = {"h100-sxm": "h200-sxm", "h800-sxm": "h200-sxm"}
+"""The same processor under the same limit. Nobody has measured others here: they are as fast at any load."""
 LENDERS["collectives"] = {
     **LENDERS["gemm"],
     "h200-sxm": "h100-sxm",
@@ -741,6 +798,7 @@ def main() -> None:
         "gemm": gemm_table(folder, measured) | borrowed("gemm"),
         "attention": attention_table(folder, measured) | borrowed("attention"),
         "memory": memory_table(measured) | borrowed("memory"),
+        "power": power_table(measured) | borrowed("power"),
         "collectives": collective_table(folder) | borrowed("collectives"),
     }
     arguments.out.write_text(json.dumps(rounded(result), indent=1) + "\n", encoding="utf-8")

@@ -24,7 +24,7 @@ import numpy as np
 
 from shardwise.plan.cost.constants import BOUNDS, NAMES, constants_of, groups_of, kinds_of, widened
 from shardwise.plan.cost.job import Job
-from shardwise.plan.cost.passes import Passes, passes
+from shardwise.plan.cost.passes import Passes
 from shardwise.plan.cost.software import mixture
 from shardwise.plan.published.rows import Unsupported, job_of_row, measured_seconds, program_name, published
 from shardwise.plan.published.validate import layer_seconds
@@ -35,6 +35,7 @@ from shardwise.plan.time.step import (
     makespans,
     prepare,
     slowdown,
+    stage_passes,
     step_time,
     tail_seconds,
     update_seconds,
@@ -148,7 +149,8 @@ class Case:
         if self.row["kind"] == "layer":
             return layer_seconds(self.job, constants)
         job, prepared = self.job, self.prepared
-        own = [passes(job, stage, constants) for stage in prepared.stages]
+        each = zip(prepared.stages, prepared.data, strict=True)
+        own = [stage_passes(job, stage, data, constants) for stage, data in each]
         zero = [with_zero(p, d, constants, job.framework.zero_overlap) for p, d in zip(own, prepared.data, strict=True)]
         hop = constants["pipeline"] * prepared.hop
         blocks = hop if job.framework.pipeline_blocks else 0.0 * hop

@@ -4,6 +4,7 @@
 
 Products, attention and copies, over and over, with pauses in which no kernel does anything; each kernel timed by itself, in the
 later half of the time. Prints what they take beside what they take without pauses, the clock and the power (`nvidia-smi`).
+`benchmarks/fit_hardware.py` fits the planner's power to the rows of FILE (`clock` in `h200_kernels.json`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ LOADS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.35, 0.2)
 PAUSES = (0.3, 3.0, 30.0, 300.0)
 """Milliseconds of a pause, at a load of 0.6."""
 Work = list[tuple[str, Callable[[], object]]]
+
+
+def kind_of(name: str) -> str:
+    """The planner's kind of a kernel."""
+    return "memory" if name == "copy" else "attention" if name.startswith("attention") else "matmul"
 
 
 def product(rows: int, columns: int, inner: int) -> Callable[[], object]:
@@ -128,7 +134,11 @@ def played(work: Work, seconds: float, load: float, pause_ms: float, cycles_per_
             took[name].append(start.elapsed_time(end))
     whole = spans[0][0][1].elapsed_time(spans[-1][0][1]) or 1.0
     busy = sum(start.elapsed_time(end) for group in spans[:-1] for _, start, end in group)
-    return dict(load=busy / whole, ms={name: statistics.median(each) for name, each in took.items()})
+    ms = {name: statistics.median(each) for name, each in took.items()}
+    of_round: dict[str, float] = defaultdict(float)
+    for name, _ in work:
+        of_round[kind_of(name)] += ms[name]
+    return dict(load=busy / whole, round_ms=dict(of_round), ms=ms)
 
 
 def main() -> None:
@@ -150,17 +160,19 @@ def main() -> None:
                 act()
             loads = LOADS if name in ("layer", "products") else (1.0, 0.5)
             cases = [(load, 3.0) for load in loads] + [(0.6, p) for p in PAUSES if name == "layer"]
+            first: dict[str, float] = {}
             for load, pause in cases:
                 start = time.perf_counter()
-                row = dict(work=name, wanted=load, pause_ms=pause) | played(work, args.seconds, load, pause, cycles)
+                row = played(work, args.seconds, load, pause, cycles)
+                row |= dict(work=name, wanted=load, pause_ms=pause)
                 middle = (start + time.perf_counter()) / 2
                 during = [s for s in seen if middle < s[0] < time.perf_counter()]
                 if during:
                     row["mhz"], row["watts"] = (round(statistics.mean(s[n] for s in during)) for n in (1, 2))
                 rows.append(row)
-                first = next(r for r in rows if r["work"] == name)
-                beside = {k: round(v / first["ms"][k], 3) for k, v in row["ms"].items()}
-                print(name, load, pause, round(row["load"], 3), row.get("mhz"), row.get("watts"), beside, flush=True)
+                first = first or row["ms"]
+                beside = {k: round(v / first[k], 3) for k, v in row["ms"].items()}
+                print(name, load, pause, f"{row['load']:.3f}", row.get("mhz"), row.get("watts"), beside, flush=True)
                 if load == 1.0:
                     print("   ", {k: round(v, 4) for k, v in row["ms"].items()}, flush=True)
     if args.out:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -343,10 +344,19 @@ def ours(job: str, rank: int, tune: bool = False, fake: bool = False) -> dict[st
 
     run = on_machines(JOBS.get(job, job))
     collectives = fake_collectives if fake else stand_in_collectives
-    found = rehearse(run, rank, steps=STEPS[job], warmup=4, tune=tune, collectives=collectives)
+    parts: dict[str, Any] = {}
+    found = rehearse(
+        run,
+        rank,
+        steps=STEPS[job],
+        warmup=4,
+        tune=tune,
+        collectives=collectives,
+        read=lambda p: parts.update(detail(p)),
+    )
     named = {d.name: d.second for d in found.quantities}
     took = statistics.median(found.step_seconds)
-    return dict(case="shardwise", job=job, ms=1e3 * took, gib=named["memory peak"] / 2**30, **found.as_dict())
+    return dict(case="shardwise", job=job, ms=1e3 * took, gib=named["memory peak"] / 2**30, **found.as_dict(), **parts)
 
 
 def titan(job: str, stand_in: bool) -> dict[str, Any]:
@@ -381,12 +391,19 @@ def titan(job: str, stand_in: bool) -> dict[str, Any]:
 
 
 def detail(profiler: Any) -> dict[str, list[list[Any]]]:
-    """What a step is made of: products by their sizes, kernels by their names, each with its calls and seconds."""
+    """What a step is made of: products by their sizes, kernels by their names, and passes over memory by the operator that launched
+    them and its inputs, each with its calls and seconds."""
     from shardwise.measure.rehearse import GEMMS
+    from shardwise.trace.kernel_names import category_of
 
     products: dict[tuple[int, ...], list[float]] = {}
     kernels: dict[tuple[str], list[float]] = {}
+    moves: dict[tuple[str, str], list[float]] = {}
     for event in profiler.events() or ():
+        for kernel in event.kernels:
+            if category_of(kernel.name) == "memory":
+                where = event.name, f"{kernel.name[:40]} {event.input_shapes}"[:240]
+                moves.setdefault(where, []).append(kernel.duration * 1e-6)
         if event.device_type.name == "CUDA" and not event.is_user_annotation:
             kernels.setdefault((event.name[:90],), []).append(event.device_time * 1e-6)
         elif event.name in GEMMS and event.device_time_total and event.input_shapes:
@@ -397,7 +414,7 @@ def detail(profiler: Any) -> dict[str, list[list[Any]]]:
     def rows(found: dict[Any, list[float]]) -> list[list[Any]]:
         return sorted(([*key, len(each), sum(each)] for key, each in found.items()), key=lambda row: -row[-1])
 
-    return dict(products=rows(products), kernels=rows(kernels)[:60])
+    return dict(products=rows(products), kernels=rows(kernels)[:60], moves=rows(moves)[:60])
 
 
 def beside_plan(names: list[str], out: Path | None) -> None:
@@ -443,6 +460,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--cases", nargs="+", default=["shardwise-fake", "titan", "shardwise", "titan-standin"])
     args = parser.parse_args()
     if args.what == "case":
         case, job, *rest = args.name
@@ -459,10 +477,13 @@ def main() -> None:
     jobs = args.name or list(JOBS)
     for _ in range(args.rounds):
         for job in jobs:
-            for case in ("shardwise-fake", "titan", "shardwise", "titan-standin"):
+            for case in args.cases:
                 rank = ["2560"] if job == "70b-stage" and case.startswith("shardwise") else []
                 command = [sys.executable, __file__, "case", case, job, *rank]
-                done = subprocess.run(command, capture_output=True, text=True)
+                paths = [str(args.peers.resolve())] if args.peers else []
+                paths += [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+                env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+                done = subprocess.run(command, capture_output=True, text=True, env=env)
                 lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
                 row = json.loads(lines[-1][7:]) if lines else dict(case=case, job=job, error=done.stderr[-1500:])
                 rows.append(row)

@@ -19,14 +19,14 @@ from shardwise.hardware.chips import Chip
 
 @cache
 def efficiency_file() -> dict[str, Any]:
-    """Everything in efficiency.json: for gemm, memory, attention and collectives a table by chip name."""
+    """Everything in efficiency.json: for gemm, memory, attention, power and collectives a table by chip name."""
     return json.loads((Path(__file__).parent / "efficiency.json").read_text(encoding="utf-8"))
 
 
 @cache
 def _entry(kind: str, chip_name: str) -> dict[str, Any]:
     table = efficiency_file()[kind]
-    entry = table[chip_name]
+    entry = table.get(chip_name, {})
     while isinstance(entry, str):
         entry = table[entry]
     return entry
@@ -39,7 +39,7 @@ def lender_of(kind: str, chip: Chip) -> str:
 
 
 def constants(kind: str, chip: Chip) -> dict[str, Any]:
-    """The constants of one kind ("gemm", "memory", "attention" or "collectives") for `chip`."""
+    """The constants of one kind ("gemm", "memory", "attention", "power" or "collectives") for `chip`; {} where there are none."""
     return _entry(kind, chip.lender or chip.name)
 
 

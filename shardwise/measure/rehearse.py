@@ -5,10 +5,12 @@ The rank trains on random tokens, routed evenly over experts. It runs enough mic
 compared with is for a step of that many. Without `hold`, stand-ins take almost no time, so the measured time is the rank's own
 work. With `hold`, each stand-in keeps its stream busy for the collective's planned time, so exposed communication shows. Kernels
 are classified by their names, as `shardwise trace` does; device-to-device copies are the stand-ins' own, and left out. Compute
-time is the time in which any kernel runs; times by kind are sums, in which kernels that run beside others count once more.
+time is the time in which any kernel runs; times by kind are sums, in which kernels that run beside others count once more. The plan
+of the compute time is for a chip that rests as much as it did here, since one at its limit of power clocks higher then.
 
 A rehearsal also gives a hardware profile: the GEMMs and attention of the rank, timed inside its step, with the step's effects on
-the chip's clock and caches. The planner corrects its curves with these points near their shapes.
+the chip's caches, as they would be on a chip that trains without pause. The planner corrects its curves with these points near
+their shapes.
 """
 
 from __future__ import annotations
@@ -30,16 +32,18 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardwise.hardware import Profile, collective_seconds
 from shardwise.hardware.chips import chip_of_driver_name
+from shardwise.hardware.power import slowed
 from shardwise.ledger import Difference
 from shardwise.measure.bench.machine import empty_profile
 from shardwise.measure.counts.memory import gradients_of, optimizer_of, parameters_of, unique_bytes
 from shardwise.measure.counts.rounds import microbatches_at_peak, with_microbatches
 from shardwise.measure.dry import even_routing
-from shardwise.measure.stand_in import Hold, stand_in_collectives
+from shardwise.measure.stand_in import KERNELS, Hold, stand_in_collectives
 from shardwise.measure.verify import random_batch
 from shardwise.model.device import choose_device
 from shardwise.parallel.mesh import PIPELINE_GROUPS, Mesh
 from shardwise.plan.cost.job import Job, job_of
+from shardwise.plan.cost.passes import WORK
 from shardwise.plan.time.step import rank_time
 from shardwise.plan.trainer.memory import memory_of_rank
 from shardwise.run import Problem, Run, UserError
@@ -49,7 +53,6 @@ from shardwise.trace.spans.intervals import total, union
 from shardwise.train import cuda_graph, tune_gemms
 from shardwise.train.step import TrainState
 
-COMPUTE = ("matmul", "attention", "memory")
 TOLERANCE = {"time compute": 0.07, "memory peak": 0.03}
 """Relative difference between plan and rehearsal that counts as agreement; other quantities are shown but not judged."""
 WITHOUT_GPU = {"memory parameters": 0.0, "memory optimizer": 0.0}
@@ -97,6 +100,14 @@ class Rehearsal:
     def agrees(self) -> bool:
         """Whether every judged quantity matches the plan."""
         return all(abs(d.relative) <= self.tolerance.get(d.name, float("inf")) for d in self.quantities)
+
+    def slower(self, run: Run) -> dict[str, Any]:
+        """How many times as long kernels of each kind took as on a chip that trains without pause."""
+        took = {d.name.removeprefix("time "): d.second for d in self.quantities if d.account == "time"}
+        if not self.gpu:
+            return dict.fromkeys(WORK, 1.0)
+        work = dict(matmul=took["matmul"], attention=took["attention"], memory=took["memory and optimizer"])
+        return slowed(job_of(run).cluster.chip, work, load=min(1.0, took["compute"] / took["step"]))
 
     def as_dict(self) -> dict[str, Any]:
         """The rehearsal as JSON data; names are stable."""
@@ -270,7 +281,7 @@ def kernels_of(events: Iterable[Any]) -> tuple[Counter[str], int, float]:
     for event in events:
         if event.device_type.name != "CUDA" or event.name.startswith(("Memcpy", "Memset")):
             continue
-        if "spin" in event.name or event.is_user_annotation:
+        if "spin" in event.name or event.name in KERNELS or event.is_user_annotation:
             continue
         parts[category_of(event.name)] += event.device_time * 1e-6
         spans.append((event.time_range.start, event.time_range.end))
@@ -281,15 +292,15 @@ def kernels_of(events: Iterable[Any]) -> tuple[Counter[str], int, float]:
 def _beside(run: Run, job: Job, rank: int, measured: _Measured) -> Iterator[Difference]:
     """Plan and rehearsal compared, quantity by quantity."""
     place = RankCoordinates(run.layout, rank)
-    planned = rank_time(job, place.index("pipeline"))
+    took, done = statistics.median(measured.seconds), measured.busy
+    # A rank whose host is slower than planned idles, and a chip that idles clocks higher.
+    planned = rank_time(job, place.index("pipeline"), load=min(1.0, done / took) if done else None)
     parts = planned.parts
     owners = memory_of_rank(run, job, rank)
     # Libraries' memory and the allocator's waste are reserved, but never requested from the allocator.
     memory = {name: size for name, size in owners.items() if name != "workspace"}
-    compute = sum(parts[name] for name in COMPUTE) + parts["optimizer"]
-    exposed = {name: value for name, value in parts.items() if name not in (*COMPUTE, "optimizer")}
-    took = statistics.median(measured.seconds)
-    done = measured.busy
+    compute = sum(parts[name] for name in WORK) + parts["optimizer"]
+    exposed = {name: value for name, value in parts.items() if name not in (*WORK, "optimizer")}
     step = compute + sum(exposed.values())
     if measured.allocated is None:
         yield Difference("time", "time step", step, took)
@@ -339,7 +350,8 @@ def rehearsed_profile(run: Run, rank: int, say: Say) -> Profile:
 
     device = choose_device(run.train.device)
     on_gpu = device.type == "cuda"
-    rehearse(run, rank, steps=1, read=read, say=say)
+    found = rehearse(run, rank, steps=1, read=read, say=say)
+    slower = found.slower(_for_chip(run, device))
     if not gemms:
         raise UserError("the rehearsal ran no GEMM that the profiler saw; no profile was written")
     dtype = run.train.dtype
@@ -348,11 +360,11 @@ def rehearsed_profile(run: Run, rank: int, say: Say) -> Profile:
         gemm=tuple(
             dict(m=m, n=n, k=k, dtype=dtype, seconds=seconds, tflops=2.0 * m * n * k / seconds / 1e12)
             for (m, n, k), times in gemms.items()
-            for seconds in (statistics.median(times),)
+            for seconds in (statistics.median(times) / slower["matmul"],)
         ),
         attention=tuple(
             dict(batch=batch, heads=heads, queries=queries, keys=keys, head_dim=width, causal=queries == keys,
-                 kernel=kernel, direction=direction, dtype=dtype, seconds=statistics.median(times))
+                 kernel=kernel, direction=direction, dtype=dtype, seconds=statistics.median(times) / slower["attention"])
             for (batch, heads, queries, keys, width, kernel, direction), times in attention.items()
         ),
     )  # fmt: skip

@@ -136,6 +136,9 @@ class StandIns:
         return self._do(group, "recv", [], tensors, act)
 
 
+KERNELS = ("_repeat",)
+"""Kernels that only stand-ins launch, besides copies (`kernels/many.py`)."""
+
 OPERATORS: dict[str, Callable[..., Any]] = {
     "_allgather_base_": StandIns.all_gather,
     "allgather_": StandIns.all_gather_list,

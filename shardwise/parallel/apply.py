@@ -107,10 +107,8 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
             fp8_gemm = tuned_scaled_mm if tunes_gemms(run, gpu=gpu) else scaled_mm
             use_fp8(model.layers, run.train.fp8, gemm, fp8_gemm)
         if compiles(run, gpu=gpu):
-            for module in (*model.layers.values(), *([model.norm] if model.norm is not None else ())):
-                module.forward = compiled(
-                    module.forward, accumulates=tunes_gemms(run, gpu=gpu), gathers=layout.tensor > 1
-                )
+            for part in (*model.layers.values(), *([model.norm] if model.norm is not None else ())):
+                part.forward = compiled(part.forward, accumulates=tunes_gemms(run, gpu=gpu), gathers=layout.tensor > 1)
         if not frozen:
             apply_recompute(model, run, mesh.rank, observers, swap)
         _cut(model, run, mesh, frozen)
@@ -152,9 +150,9 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
 
 
 def compiled(forward: Callable[..., Any], *, accumulates: bool, gathers: bool) -> Callable[..., Any]:
-    """A compiled layer or norm. With `accumulates`, this project's GEMMs accumulate onto the tensor that their result is added to. Where
-    the layer gathers a sequence over tensor ranks, no other buffer may use that memory while the storage lives: a backward pass
-    recognises saved tensors by their storage (`activations/saving.py`), and would take another tensor there for the gathered
+    """A compiled layer or norm. With `accumulates`, this project's GEMMs accumulate onto the tensor that their result is added to.
+    Where the layer gathers a sequence over tensor ranks, no other buffer may use that memory while the storage lives: a backward
+    pass recognises saved tensors by their storage (`activations/saving.py`), and would take another tensor there for the gathered
     one."""
     cache_custom_autograd_functions()
     compile_layers_whole()

@@ -44,6 +44,9 @@ take, whatever else may be wrong with a prediction (`benchmarks/gpu/contention.p
 
 BY_SOURCE = ("matmul", "attention", "memory", "tensor", "expert", "data", "launch", "overhead")
 
+OWN_SOURCE = {"h200-sxm": "shardwise_h200"}
+"""The source of this trainer's own measurements on a chip. Its runs there are planned as further rows of it."""
+
 Constants = Mapping[str, float]
 
 
@@ -144,6 +147,8 @@ def scaled(
 
 def constants_of(job: Job, effects: Mapping[str, float] | None = None, source: str = "") -> dict[str, float]:
     """The constants of a job; with the fitted effects unless others are given."""
+    if effects is None and job.framework.family == "shardwise":
+        source = OWN_SOURCE.get(job.cluster.chip.name, "")
     names = {name: (start, kinds_of(name)) for name, (start, _) in NAMES.items()}
     result = scaled(names, groups_of(job, source), fitted()["effects"] if effects is None else effects)
     return result | _measured(job) | ({"overhead": 0.0} if job.framework.runs_ahead else {})

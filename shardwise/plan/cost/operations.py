@@ -135,10 +135,10 @@ def _activation(ops: OpList, part: str, numel: Number) -> None:
     if ops.job.model.gated:
         own = part == "experts" and ops.job.framework.family == "shardwise"
         apart = own & (np.asarray(ops.job.layout.expert) > 1)  # experts that other ranks send rows to are not compiled
-        saved = (2.0 + (eager | apart)) * size
+        plain = 1.0 * (eager | apart)
         halves = eager and own
         ops.elementwise(
-            "activation", part, (5 if eager else 3) * size, (8 if eager else 5) * size, saved=saved,
+            "activation", part, (3.0 + 2.0 * plain) * size, (5.0 + 3.0 * plain) * size, saved=(2.0 + plain) * size,
             longer=HALVES if halves else (1.0, 1.0),
         )  # fmt: skip
     else:
@@ -188,11 +188,12 @@ def _places(places: Number, choices: int) -> Number:
 
 
 def _permutations(job: Job) -> Number:
-    """How often all rows are sorted on their way to the experts. Megatron's all-to-all sorts them by rank before sending, and by
-    expert after receiving, where a rank has several experts (`MoEAlltoAllTokenDispatcher`). DeepEP's kernels send tokens unsorted,
-    and received rows are sorted. HybridEP's kernels write rows where their experts read them."""
+    """How often all rows are sorted on their way to the experts. This trainer sorts them by expert before sending, and again after
+    receiving. Megatron's all-to-all sorts them by rank, and by expert only where a rank has several
+    (`MoEAlltoAllTokenDispatcher`). DeepEP's kernels send tokens unsorted, and received rows are sorted. HybridEP's kernels write
+    rows where their experts read them."""
     if job.framework.family == "shardwise":
-        return 1.0
+        return 1.0 + (np.asarray(job.layout.expert) > 1)
     several = (np.asarray(job.layout.expert) > 1) & (job.model.experts / job.layout.expert > 1)
     return {"alltoall": 1.0 + several, "hybridep": 1.0 * (np.asarray(job.layout.expert) == 1)}.get(
         job.framework.dispatcher, 1.0
@@ -215,7 +216,10 @@ def _moe(ops: OpList) -> None:
     rows, uneven = _busiest(job, tokens * m.experts_per_token)
     size = rows * m.hidden * job.width
     sorted_bytes = 2 * size * _permutations(job)
-    ops.elementwise("to experts", "experts", sorted_bytes, sorted_bytes, launches=(2.0, 2.0))
+    # This trainer's kernels read a token once for its k rows, whose sum they write; backward they read rows for weights too.
+    first, weighed = (1.0 + 1.0 / m.experts_per_token - 2.0, 1.0) if own else (0.0, 0.0)
+    to, back = sorted_bytes + first * size, sorted_bytes + (first + weighed) * size
+    ops.elementwise("to experts", "experts", to, to, launches=(2.0, 2.0))
     sent, others = size * _sent_once(job), regroups_tensor(job)
     ops.collective("experts", "expert", "all_to_all", sent, (1.0, 1.0, 0.0))
     width = m.expert_ffn / lay.tensor if lay.expert_tensor else m.expert_ffn
@@ -225,9 +229,7 @@ def _moe(ops: OpList) -> None:
     ops.grouped_gemm("expert down", rows, m.hidden, width, held, uneven)
     # The backward pass does not need the experts' combined outputs: recomputation that stops early skips the combine.
     ops.collective("experts", "expert", "all_to_all", sent, (1.0, 1.0, 0.0), early_stop=others)
-    ops.elementwise(
-        "from experts", "experts", sorted_bytes, sorted_bytes, saved=size, launches=(2.0, 2.0), early_stop=others
-    )
+    ops.elementwise("from experts", "experts", to, back, saved=size, launches=(2.0, 2.0), early_stop=others)
     if gathers:
         _scatter_sequence(ops, "experts", early_stop=not m.shared_experts)
     if m.shared_experts:

@@ -7,11 +7,13 @@ before the host has launched the next ones waits for the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
+from shardwise.hardware.power import power_of, slowed
 from shardwise.plan.cost.constants import Constants
 from shardwise.plan.cost.job import GIB, Job, Number
 from shardwise.plan.cost.operations import embedding, head, layer, residual_bytes
@@ -152,14 +154,48 @@ class Passes:
     """All passes together, by category of the ledger."""
 
 
-def passes(job: Job, stage: ModuleCost, constants: Constants) -> Passes:
-    """The passes of a stage, with exposed traffic and the host's share, but without ZeRO's traffic and the pipeline's."""
+class Beside(NamedTuple):
+    """What a device does for the parameters of a stage beside a microbatch's passes, in seconds."""
+
+    copies: Number = 0.0
+    """Casts, copies and sums."""
+    traffic: Number = 0.0
+    """Traffic, of which some hides under the passes."""
+
+
+NOTHING = Beside()
+WORK = ("matmul", "attention", "memory")
+"""Categories in which the device computes. In the others it waits for traffic, which draws as much power as passes over memory: so
+the errors of published rows are least whose sources were left out. It rests where it waits for the host."""
+
+
+def passes(
+    job: Job, stage: ModuleCost, constants: Constants, beside: Beside = NOTHING, load: float | None = None
+) -> Passes:
+    """The passes of a stage, with exposed traffic and the host's share, but without ZeRO's traffic and the pipeline's. `load` is
+    the share of the time in which the device computes, if that was measured without traffic; else it follows from the host. The
+    higher it is, the lower is the device's clock."""
+    chip = job.cluster.chip
+    found = _passes(job, stage, constants, {})
+    if power_of(chip) is None:
+        return found
+    work = {name: found.parts[name] for name in WORK}
+    work["memory"] = work["memory"] + beside.copies
+    if load is None:  # waiting for traffic is no rest: its kernels copy
+        late = np.maximum(beside.traffic - sum(work.values()), 0.0)
+        work["memory"] = work["memory"] + late + sum(found.parts[name] for name in CATEGORIES if name not in WORK)
+    return _passes(job, stage, constants, slowed(chip, work, found.parts["host"], load))
+
+
+def _passes(job: Job, stage: ModuleCost, constants: Constants, slower: Mapping[str, Number]) -> Passes:
+    """The same, where work of each category takes so many times as long as on a chip that trains without pause."""
     framework = job.framework
     parts: dict[str, Number] = dict.fromkeys((*CATEGORIES, "host"), 0.0)
     launch = constants["launch"] * framework.host * (1.0 - framework.graphed)
     devices, launches = [], [count * launch for count in stage.launches]
+    factors = [constants.get(name, 1.0) * slower.get(name, 1.0) for name in CATEGORIES]
     for row in stage.seconds:
-        own = {name: value * constants.get(name, 1.0) for name, value in zip(CATEGORIES, row, strict=True)}
+        own = {name: value * factor for name, value, factor in zip(CATEGORIES, row, factors, strict=True)}
         own["tensor"] = own["tensor"] - np.minimum(framework.tensor_overlap * own["tensor"], own["matmul"])
         if job.layout.context_method == "ring":
             own["context"] = exposed(own["context"], own["attention"], constants)

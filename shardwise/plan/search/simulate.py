@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.plan.cost.job import job_of, overlapped
-from shardwise.plan.cost.passes import ModuleCost, NetworkCost, Passes, passes
+from shardwise.plan.cost.passes import ModuleCost, NetworkCost, Passes
 from shardwise.plan.search.screen import Group, added_passes
 from shardwise.plan.search.screened import LayoutIndex
 from shardwise.plan.search.space import ASKED
@@ -22,6 +22,7 @@ from shardwise.plan.time.goodput import reading_seconds
 from shardwise.plan.time.step import (
     copied_once,
     prepare,
+    stage_passes,
     step_times,
     tail_seconds,
     update_seconds,
@@ -117,14 +118,15 @@ def _costed(
     }
     layout = replace(job.layout, context_method=name)  # type: ignore[arg-type]
     here = overlapped(replace(job, layout=layout), overlap)
+    data = group.parameters.traffic(split, schedule, at.parameters)
     forward, inputs, weights = np.empty((3, len(split.kinds), len(rows)))
     for shared, network in networks.items():
         alike = [n for n, kind in enumerate(split.kinds) if kind[4] == shared]
         dense, moe, first, last = (column[:, None] for column in split.parts[alike].T)
-        every = passes(here, network.stage(dense, moe, first=first, last=last), constants)
+        of_these = DataSeconds(*(x[alike] if np.ndim(x) else x for x in data))
+        every = stage_passes(here, network.stage(dense, moe, first=first, last=last), of_these, constants)
         forward[alike], inputs[alike], weights[alike] = every.forward, every.backward_input, every.backward_weight
     own = Passes(forward, inputs, weights, {})
-    data = group.parameters.traffic(split, schedule, at.parameters)
     zero = with_zero(own, data, constants)
     hop = constants["pipeline"] * group.of_size.hop[at.column]
     blocks = hop if job.framework.pipeline_blocks else 0.0 * hop

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.hardware import collective_seconds
+from shardwise.hardware.power import slowed
 from shardwise.plan.cost.compression import agreement_seconds, hidden_seconds
 from shardwise.plan.cost.constants import Constants, constants_of
 from shardwise.plan.cost.host import host_bytes, link_of
@@ -23,7 +24,7 @@ from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.memory import layer_activations
 from shardwise.plan.cost.ops import span
 from shardwise.plan.cost.parameters import cast_copies, stage_parameters
-from shardwise.plan.cost.passes import ModuleCost, NetworkCost, Passes, exposed, host_seconds, passes
+from shardwise.plan.cost.passes import Beside, ModuleCost, NetworkCost, Passes, exposed, host_seconds, passes
 from shardwise.plan.time.data import DataSeconds, data_seconds
 from shardwise.plan.time.waves import Waves
 from shardwise.run import LayoutConfig
@@ -99,6 +100,14 @@ class ZeroPasses(NamedTuple):
     """Seconds of `fully_shard`'s casts, copies and sums."""
 
 
+def stage_passes(
+    job: Job, stage: ModuleCost, data: DataSeconds, constants: Constants, load: float | None = None
+) -> Passes:
+    """The passes of a stage with these parameters, without ZeRO's traffic and copies, but at the clock that those allow."""
+    copies = constants["memory"] * (data.copied_forward + data.copied_backward)
+    return passes(job, stage, constants, Beside(copies, constants["data"] * (data.forward + data.backward)), load)
+
+
 def with_zero(own: Passes, data: DataSeconds, constants: Constants, overlap: float = 1.0) -> ZeroPasses:
     """The passes with ZeRO's traffic, of which the share `overlap` can hide under them, and with its copies."""
     ahead, behind = constants["memory"] * data.copied_forward, constants["memory"] * data.copied_backward
@@ -141,7 +150,8 @@ def copied_once(data: DataSeconds, microbatches: Number, constants: Constants) -
 
 def update_seconds(job: Job, data: DataSeconds, constants: Constants) -> Number:
     """Seconds of the optimizer's own work on such a rank: its reads and writes, and Muon's GEMMs."""
-    device = constants["matmul"] * data.muon_gemms + constants["memory"] * data.muon_passes
+    slower = slowed(job.cluster.chip, {"matmul": 1.0})["matmul"]  # they run by themselves
+    device = constants["matmul"] * slower * data.muon_gemms + constants["memory"] * data.muon_passes
     host = host_seconds(job, device, constants["launch"] * data.muon_launches)
     return constants["optimizer"] * data.optimizer + device + host
 
@@ -188,10 +198,11 @@ class _Costed(NamedTuple):
         return 0.0 if self.blocks else self.hop
 
 
-def _costed(prepared: Prepared, constants: Constants | None = None) -> _Costed:
+def _costed(prepared: Prepared, constants: Constants | None = None, load: float | None = None) -> _Costed:
     job, kinds = prepared.job, prepared.kinds
     constants = constants_of(job) if constants is None else constants
-    own = [passes(job, stage, constants) for stage in prepared.stages]
+    each = zip(prepared.stages, prepared.data, strict=True)
+    own = [stage_passes(job, stage, data, constants, load) for stage, data in each]
     zero = [with_zero(p, d, constants, job.framework.zero_overlap) for p, d in zip(own, prepared.data, strict=True)]
     hop = constants["pipeline"] * prepared.hop
     blocks = hop if job.framework.pipeline_blocks else 0.0
@@ -361,9 +372,9 @@ class RankTime(NamedTuple):
     """Kernels of all passes."""
 
 
-def rank_time(job: Job, pipeline_rank: int) -> RankTime:
-    """The work of one pipeline rank of a job."""
-    one = _costed(prepare(job))
+def rank_time(job: Job, pipeline_rank: int, load: float | None = None) -> RankTime:
+    """The work of one pipeline rank of a job; `load` is the share of a step in which it computes, if that was measured."""
+    one = _costed(prepare(job), load=load)
     prepared = one.prepared
     mine = [n for n, home in enumerate(job.layout.placement) if home == pipeline_rank]
     data = DataSeconds(*map(sum, zip(*(prepared.data[prepared.kinds[n]] for n in mine), strict=True)))

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from shardwise.ledger import Span, Timeline
 from shardwise.plan.cost.constants import constants_of
 from shardwise.plan.cost.job import Job
-from shardwise.plan.cost.passes import passes
-from shardwise.plan.time.step import Prepared, Step, prepare, step_time
+from shardwise.plan.time.step import Prepared, Step, prepare, stage_passes, step_time
 from shardwise.schedules import Cost, cached_schedule, time
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight", "E": "evict", "L": "load"}
@@ -72,8 +71,8 @@ def _actions(prepared: Prepared, step: Step, count: int) -> Iterator[Span]:
 def _traffic_shares(prepared: Prepared) -> list[dict[str, float]]:
     """For each stage, the share of its passes that the exposed traffic of each axis takes."""
     constants, kinds = constants_of(prepared.job), []
-    for stage in prepared.stages:
-        own = passes(prepared.job, stage, constants)
+    for stage, data in zip(prepared.stages, prepared.data, strict=True):
+        own = stage_passes(prepared.job, stage, data, constants)
         whole = float(own.forward + own.backward_input + own.backward_weight)
         shares = {axis: float(own.parts.get(axis, 0.0)) / whole for axis in TRAFFIC}
         kinds.append({axis: share for axis, share in shares.items() if share > 0.002})

@@ -1,0 +1,87 @@
+"""The clock of a chip at its limit of power, and how much longer its kernels take for it.
+
+GEMMs, attention and passes over memory each draw so many watts at the highest clock. Where these, averaged over the time, exceed
+the limit, the chip lowers its clock for all of them, until they no longer do:
+
+    idle + sum over kinds of watts x clock^exponent x share of the time = limit
+
+Then attention takes nearly as much longer, GEMMs by half as much, since the clocks of the L2 cache and the memory stay, and passes
+over memory hardly at all. So a chip that does nothing but GEMMs makes 16% fewer of them in a second of computing than one that
+waits for traffic a third of the time. Pauses count up to some 30 ms: the limit is one of the mean over that time.
+
+Times of kernels mean those of a chip that trains without pause (`TRAINS`): so they can be compared with those of chips of which
+nobody has measured this, which have the same speed at any load. The constants are in `efficiency.json`; `benchmarks/gpu/clock.py`
+measures them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from shardwise.hardware.chips import Chip
+from shardwise.hardware.efficiency import constants
+
+TRAINS = {"matmul": 0.75, "attention": 0.1, "memory": 0.15}
+"""Shares of the time of kernels of each kind in a training step of a dense model."""
+ROUNDS = 4
+"""A lower clock lets kernels run longer, at less power. Each round of the fixed point leaves some 5% of the error."""
+
+
+@dataclass(frozen=True)
+class Power:
+    """Fitted constants of a chip."""
+
+    limit: float  # W that the chip holds, a little below the board's limit
+    idle: float  # W of a chip at its highest clock that runs no kernel
+    exponent: float  # of the clock in the power of a kernel
+    watts: Mapping[str, float]  # beyond idle, of each kind of kernel at the highest clock
+    follows: Mapping[str, float]  # share of a kernel's time that grows as the clock falls, of each kind
+
+    def slower(self, kind: str, clock: Any) -> Any:
+        """How many times as long kernels of a kind take at a clock, a share of the highest."""
+        return 1.0 + self.follows[kind] * (1.0 / clock - 1.0)
+
+    def clock(self, seconds: Mapping[str, Any], resting: Any = 0.0, load: Any = None) -> Any:
+        """The clock of a chip that runs kernels of each kind for so many seconds, as they take at the highest clock, and then none
+        for `resting` seconds, or of the `load`, the share of the time in which any runs."""
+        clock: Any = 1.0
+        for _ in range(ROUNDS):
+            now = {kind: value * self.slower(kind, clock) for kind, value in seconds.items()}
+            busy = sum(now.values())
+            whole = busy + resting if load is None else busy / load
+            drawn = sum(self.watts[kind] * value for kind, value in now.items())
+            allowed = (self.limit - self.idle) * whole / np.maximum(drawn, 1e-30)
+            clock = np.minimum(1.0, allowed ** (1.0 / self.exponent))
+        return clock
+
+
+@cache
+def power_of(chip: Chip) -> Power | None:
+    """The constants of a chip, or None."""
+    found = constants("power", chip)
+    return Power(**found["constants"]) if found else None
+
+
+@cache
+def training(chip: Chip) -> dict[str, float]:
+    """How many times as long as at the highest clock kernels of each kind take on a chip that trains without pause."""
+    power = power_of(chip)
+    if power is None:
+        return dict.fromkeys(TRAINS, 1.0)
+    clock = power.clock(TRAINS, load=1.0)
+    return {kind: float(power.slower(kind, clock)) for kind in TRAINS}
+
+
+def slowed(chip: Chip, seconds: Mapping[str, Any], resting: Any = 0.0, load: Any = None) -> dict[str, Any]:
+    """The factor on the time of kernels of each kind on a chip that runs them for so many seconds, and then none for `resting`
+    seconds; `load` is the share of the time in which any runs, where that is known."""
+    power, usual = power_of(chip), training(chip)
+    if power is None:
+        return dict.fromkeys(seconds, 1.0)
+    clock = power.clock({kind: value / usual[kind] for kind, value in seconds.items()}, resting, load)
+    return {kind: power.slower(kind, clock) / usual[kind] for kind in seconds}
