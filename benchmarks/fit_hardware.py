@@ -308,7 +308,10 @@ def predict_attention(chip: Chip, constants: Row, points: list[Row], direction: 
             name: np.array([float(points[i][name]) for i in chosen])
             for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "v_dim")
         }
-        seconds = attention_seconds(chip, **columns, causal=causal, direction=direction, fitted=constants)  # type: ignore[arg-type]
+        kernel = points[chosen[0]].get("kernel", "flash3") if chosen else "flash3"
+        seconds = attention_seconds(
+            chip, **columns, causal=causal, direction=direction, kernel=kernel, fitted=constants
+        )  # type: ignore[arg-type]
         result += list(zip(chosen, np.atleast_1d(seconds), strict=True))
     return np.array([seconds for _, seconds in sorted(result)])
 
@@ -329,6 +332,32 @@ def fit_attention(chip: Chip, points: list[Row], direction: str, source: str) ->
     )
     report = {"all": errors(predicted, seconds), "chip filled": errors(predicted[full], seconds[full])}
     return {"constants": attention_constants(values), "source": source, "errors": report}
+
+
+MIXED = 160.0
+"""The mean width of keys of 192 and values of 128."""
+
+
+def with_wide_keys(chip: Chip, entry: Row, points: list[Row], direction: str) -> Row:
+    """The constants with a share for keys that are wider than values, which other widths do not tell."""
+    fitted = entry["constants"]
+    place = sum(width < MIXED for width in fitted["head_dims"])
+    seconds = np.array([p[direction] for p in points])
+
+    def constants(share: float) -> Row:
+        widths, shares = list(fitted["head_dims"]), list(fitted["shares"])
+        return {
+            **fitted,
+            "head_dims": [*widths[:place], MIXED, *widths[place:]],
+            "shares": [*shares[:place], share, *shares[place:]],
+        }
+
+    def predicted(share: float) -> Any:
+        return predict_attention(chip, constants(share), points, direction)
+
+    (share,) = least_squares(lambda trial: np.log(predicted(trial[0]) / seconds), [0.6], [0.1], [0.98])
+    report = entry["errors"] | {"keys wider than values": errors(predicted(share), seconds)}
+    return {**entry, "constants": constants(float(share)), "errors": report}
 
 
 def with_shares(entry: Row, shares: list[float], source: str) -> Row:
@@ -361,10 +390,10 @@ def fit_b200_attention(entry: Row, path: Path, direction: str) -> Row:
     points, seconds = simumax_attention(chip, path, direction)
 
     def constants(trial: Any) -> Row:
-        # Smaller heads keep the ratio that they have on Hopper; 160 is the mean of 192 and 128.
-        old = entry["constants"]["shares"]
-        shares = [old[0] * trial[0] / old[2], old[1] * trial[0] / old[2], trial[0], 2 * trial[1] - trial[0]]
-        return {**entry["constants"], "shares": [float(share) for share in [*shares, shares[-1]]]}
+        # Smaller heads keep the ratio that they have on Hopper.
+        old, wide = entry["constants"]["shares"], 2 * trial[1] - trial[0]
+        shares = [old[0] * trial[0] / old[2], old[1] * trial[0] / old[2], trial[0], trial[1], wide, wide]
+        return {**entry["constants"], "shares": [float(share) for share in shares]}
 
     values = least_squares(
         lambda trial: np.log(predict_attention(chip, constants(trial), points, direction) / seconds),
@@ -393,8 +422,12 @@ def attention_table(folder: Path, measured: Row) -> dict[str, Any]:
     hopper: dict[str, Any] = {}
     for kernel, name in (("flash2", "FlashAttention-2"), ("flash3", "cuDNN")):
         points = [p for p in measured["attention"] if p["kernel"] == kernel]
+        wide = [p for p in points if kernel == "flash3" and p.get("v_dim", p["head_dim"]) != p["head_dim"]]
         source = f"PyTorch 2.11 on an H200, {name}"
-        hopper[kernel] = {d: fit_attention(chip, points, d, source) for d in ("forward", "backward")}
+        others = [p for p in points if p not in wide]
+        hopper[kernel] = {d: fit_attention(chip, others, d, source) for d in ("forward", "backward")}
+        if wide:
+            hopper[kernel] = {d: with_wide_keys(chip, entry, wide, d) for d, entry in hopper[kernel].items()}
     paper2 = "FlashAttention-2 paper, figures 5 and 6 (A100 SXM, to about 5 %); the form is Hopper's"
     paper1 = "FlashAttention-1 as shown in the FlashAttention-2 paper, figures 5 and 6; the form is Hopper's"
     ampere = {

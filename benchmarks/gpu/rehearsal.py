@@ -292,7 +292,72 @@ FOURTH: dict[str, tuple[str, int]] = {
     ),
 }
 """A fourth, chosen before any of it was measured."""
-JOBS_BESIDE_PLAN = PLANNED | UNSEEN | THIRD | FOURTH
+FIFTH: dict[str, tuple[str, int]] = {
+    "8b-ulysses": (
+        "model.preset=llama3-8b model.max_positions=65536 layout.context=4 layout.context_method=ulysses layout.shard=2 "
+        "layout.recompute=full train.global_batch=2 train.microbatch=1 train.seq_len=65536",
+        3,
+    ),
+    "33b-zero2": (
+        "model.preset=llama1-33b layout.tensor=4 layout.shard=8 layout.zero=2 train.global_batch=64 train.microbatch=2 "
+        "train.seq_len=2048",
+        9,
+    ),
+    "14b-pipeline": (
+        "model.preset=qwen3-14b layout.pipeline=2 layout.shard=8 layout.zero=1 layout.recompute=attention "
+        "train.global_batch=64 train.microbatch=1 train.seq_len=4096",
+        4,
+    ),
+    "32b-rowwise": (
+        "model.preset=qwen2.5-32b layout.tensor=4 layout.pipeline=2 layout.shard=4 layout.zero=2 train.fp8=rowwise "
+        "train.global_batch=64 train.microbatch=1 train.seq_len=4096",
+        30,
+    ),
+    "palm-interleaved": (
+        "model.preset=palm-62b layout.tensor=4 layout.pipeline=4 layout.shard=8 layout.zero=1 layout.schedule=interleaved "
+        "layout.chunks=2 train.global_batch=128 train.microbatch=1 train.seq_len=2048",
+        70,
+    ),
+    "gpt3-attention": (
+        "model.preset=gpt3-175b layout.tensor=8 layout.pipeline=16 layout.shard=8 layout.zero=1 layout.recompute=attention "
+        "train.global_batch=256 train.microbatch=1 train.seq_len=2048",
+        600,
+    ),
+    "70b-2048": (
+        "model.preset=llama3-70b layout.tensor=4 layout.pipeline=8 layout.shard=64 layout.zero=1 layout.recompute=full "
+        "train.global_batch=1024 train.microbatch=1 train.seq_len=8192",
+        1500,
+    ),
+    "405b-16k": (
+        "model.preset=llama3-405b layout.tensor=8 layout.pipeline=16 layout.shard=128 layout.zero=1 train.fp8=tensorwise "
+        "layout.stages=[7,8,8,8,8,8,8,8,8,8,8,8,8,8,8,7] layout.recompute=full train.global_batch=2048 train.microbatch=1 "
+        "train.seq_len=8192",
+        9000,
+    ),
+    "8x7b-zero2": (
+        "model.preset=mixtral-8x7b layout.shard=32 layout.expert=8 layout.zero=2 layout.recompute=full train.global_batch=128 "
+        "train.microbatch=2 train.seq_len=4096",
+        17,
+    ),
+    "a3b-tensor": (
+        "model.preset=qwen3-30b-a3b layout.tensor=2 layout.pipeline=2 layout.shard=16 layout.expert=8 layout.zero=1 "
+        "layout.recompute=full train.global_batch=128 train.microbatch=2 train.seq_len=4096",
+        33,
+    ),
+    "v3-2048": (
+        "model.preset=deepseek-v3 layout.pipeline=16 layout.shard=128 layout.expert=64 layout.zero=1 layout.recompute=full "
+        "train.global_batch=2048 train.microbatch=1 train.seq_len=4096",
+        1300,
+    ),
+    "70b-ring": (
+        "model.preset=llama3-70b model.max_positions=32768 layout.tensor=8 layout.context=4 layout.context_method=ring "
+        "layout.shard=8 layout.recompute=full train.global_batch=8 train.microbatch=1 train.seq_len=32768",
+        100,
+    ),
+}
+"""A fifth, chosen when the plan knew the chip's power, and before any of it was measured: of 8B to 671B parameters, on 8 to 16,384
+ranks."""
+JOBS_BESIDE_PLAN = PLANNED | UNSEEN | THIRD | FOURTH | FIFTH
 COMMON = "train.dtype=bfloat16 cluster.chip=h200 train.device=cuda"
 MACHINE = 8
 """GPUs of a machine."""

@@ -23,6 +23,7 @@ Kernel = Literal["flash1", "flash2", "flash3"]
 Direction = Literal["forward", "backward"]
 
 BLOCK = 128  # rows of a block of queries (forward) or keys (backward)
+KEYS = 64  # widths of keys beyond a block's are padded to multiples of this (`benchmarks/gpu/attention_widths.py`)
 # How much slower blocks get for each L2 cache that the keys and values of a head fill, beyond the share that stays
 # cached besides everything else: measured on an H200 with sequences of 16,384 to 131,072
 # (`benchmarks/gpu/long_attention.py`). Nothing beyond two L2 caches was measured.
@@ -75,6 +76,10 @@ def attention_seconds(
         kernel = kernel_on(chip, kernel)
         fitted = constants("attention", chip)[kernel][direction]["constants"]
     v_dim = head_dim if v_dim is None else v_dim
+    if (
+        kernel == "flash3"
+    ):  # cuDNN computes with keys of 192 or 256 where they are wider than 128; shares tell of narrower ones
+        head_dim = np.where(np.asarray(head_dim) > BLOCK, KEYS * np.ceil(np.divide(head_dim, KEYS)), head_dim)
     kv_heads = heads if kv_heads is None else kv_heads
     batch, heads, queries, keys = (np.asarray(value, dtype=float) for value in (batch, heads, queries, keys))
     width = np.add(head_dim, v_dim, dtype=float)
