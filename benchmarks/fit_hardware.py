@@ -308,10 +308,9 @@ def predict_attention(chip: Chip, constants: Row, points: list[Row], direction: 
             name: np.array([float(points[i][name]) for i in chosen])
             for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "v_dim")
         }
-        kernel = points[chosen[0]].get("kernel", "flash3") if chosen else "flash3"
-        seconds = attention_seconds(
-            chip, **columns, causal=causal, direction=direction, kernel=kernel, fitted=constants
-        )  # type: ignore[arg-type]
+        how: dict[str, Any] = dict(columns, causal=causal, direction=direction, fitted=constants)
+        kernel: Any = points[chosen[0]].get("kernel", "flash3") if chosen else "flash3"
+        seconds = attention_seconds(chip, **how, kernel=kernel)
         result += list(zip(chosen, np.atleast_1d(seconds), strict=True))
     return np.array([seconds for _, seconds in sorted(result)])
 

@@ -26,6 +26,9 @@ Group = dist.ProcessGroup | None
 # PyTorch 2.13 has new names for these two, and warns of the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+AT_ONCE = range(1, 65)
+"""Rows of a microbatch whose shards go from their places and to them in one call. Of more rows the shards are joined: the copies of
+two rows took a tenth of a step of Llama 1 33B on 4 tensor ranks."""
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -35,27 +38,29 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     if torch.compiler.is_compiling():
         return _all_gather_op(x, group.group_name, dim, False)
     size = dist.get_world_size(group)
-    if _lies_first(x, dim):
+    rows = x.shape[:dim].numel()
+    if rows in AT_ONCE:
         out = x.new_empty((*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]))
-        all_gather_single(out.view(-1), x.contiguous().view(-1), group=group)
+        if rows == 1:
+            all_gather_single(out.view(-1), x.contiguous().view(-1), group=group)
+        else:
+            group.allgather_into_tensor_coalesced([*out.view(rows, -1)], [*x.contiguous().view(rows, -1)]).wait()
         return out
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
     all_gather_single(out, x.contiguous(), group=group)
     return torch.cat(out.chunk(size), dim=dim)
 
 
-def _lies_first(x: Tensor, dim: int) -> bool:
-    """Whether the shards along `dim` are consecutive in memory, as those of a sequence are when a microbatch has one row."""
-    return x.shape[:dim].numel() == 1
-
-
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     """The sum over ranks; each rank gets its shard along `dim`."""
     if group is None:
         return x
-    size = dist.get_world_size(group)
-    stacked = x.contiguous() if _lies_first(x, dim) else torch.cat(x.chunk(size, dim=dim))
+    size, rows = dist.get_world_size(group), x.shape[:dim].numel()
     out = x.new_empty((*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :]))
+    if rows > 1 and rows in AT_ONCE:
+        group.reduce_scatter_tensor_coalesced([*out.view(rows, -1)], [*x.contiguous().view(rows, -1)]).wait()
+        return out
+    stacked = x.contiguous() if rows == 1 else torch.cat(x.chunk(size, dim=dim))
     reduce_scatter_single(out.view(-1), stacked.view(-1), group=group)
     return out
 

@@ -165,7 +165,15 @@ class ChunkedVocabParallelCrossEntropy(_VocabParallelHead, ChunkedCrossEntropy):
     """The same in chunks: the ranks communicate for each chunk, and none holds the logits of more than one chunk."""
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        upcast, counted = at_least_float32(logits), targets != IGNORE_INDEX
+        counted = targets != IGNORE_INDEX
+        if logits.is_cuda and logits.dtype != torch.float64 and logits.shape[1]:
+            from shardwise.model.kernels.cross_entropy import local_gradients_, local_sums
+
+            total, own = local_sums(logits, targets, self.start)
+            total, picked = self.over_vocabulary(total, own[:, None])
+            local_gradients_(logits, targets, total, self.start, IGNORE_INDEX)
+            return torch.where(counted, total - picked[:, 0], 0)
+        upcast = at_least_float32(logits)
         mine, place = local_places(targets[:, None], self.start, logits.shape[1])
         picked = upcast.gather(-1, place) if logits.shape[1] else upcast.new_zeros(place.shape)
         total, picked = self.over_vocabulary(upcast.logsumexp(dim=-1), torch.where(mine, picked, 0))

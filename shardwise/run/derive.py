@@ -87,7 +87,7 @@ def chunks_loss(run: Run, *, gpu: bool) -> bool:
     if run.train.loss != "auto":
         return run.train.loss == "chunked"
     low = run.train.dtype in ("bfloat16", "float16")
-    return gpu and low and run.layout.tensor == 1
+    return gpu and low
 
 
 def compiles(run: Run, *, gpu: bool) -> bool:

@@ -39,7 +39,9 @@ def casts(x: Tensor, kind: torch.dtype) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(1)
-    shapes = ((16, 16, 0, torch.float32), (18, 200, -80, torch.bfloat16), (2, 9000, 60, torch.bfloat16))
+    shapes = (
+        (16, 16, 0, torch.float32), (18, 200, -80, torch.bfloat16), (2, 9000, 60, torch.bfloat16), (700, 40, 0, torch.bfloat16),
+    )  # fmt: skip
     for rows, columns, power, dtype in shapes:
         x = torch.randint(-7, 8, (rows, columns)) * 2.0 ** torch.randint(-2, 4, (rows, columns)) * 2.0**power
         for kind in (E4M3, E5M2):

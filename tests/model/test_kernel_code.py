@@ -72,6 +72,18 @@ def test_many_tensors_are_cast_16_bytes_at_a_time(adds: bool) -> None:
         assert found.keys() == {"ld.global.v4.b32", "st.global.v4.b32"}
 
 
+def test_matrices_are_transposed_16_bytes_at_a_time() -> None:
+    pytest.importorskip("triton")
+    from shardwise.model.kernels import quantize
+
+    fp8, sizes = dict(x="*fp8e4nv", scale="*fp32", amax="*i32"), dict(rows="i32", columns="i32")
+    tile = dict(HEIGHT=quantize.SIDE, WIDTH=quantize.SIDE, warps=quantize.SIDE_WARPS)
+    found = accesses(quantize._transpose, **fp8, out="*fp8e4nv", out_scale="*fp32", **sizes, TOP=8, **tile)
+    assert found["st.global.v4.b32"]
+    assert found["st.global.b8"] == found["ld.global.b8"] == 0
+    assert accesses(quantize._column_amax, **fp8, **sizes, turns="i32", **tile)["ld.global.v4.b32"]
+
+
 @pytest.mark.parametrize("name", ["_bounded_attention", "_attention_backward_q", "_attention_backward_kv"])
 def test_tiles_of_attention_are_loaded_ahead(name: str) -> None:
     """A condition around the loads of a tile would keep the compiler from that, and make a kernel several times slower."""

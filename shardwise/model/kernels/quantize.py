@@ -26,11 +26,12 @@ TILE = (64, 128)
 TILE_WARPS = 4
 ROW = 8192
 """Elements of a row that are held at once."""
-COLUMNS = 64
-"""Columns that a program transposes and rescales."""
 SIDE = 128
-"""Rows and columns of a tile that is only transposed."""
+"""Rows and columns of a tile that is transposed."""
 SIDE_WARPS = 8
+SIDES = 4
+"""Tiles, one below the other, in which a program looks for the amax of columns. Where a program took all rows of a matrix, there
+were fewer programs than multiprocessors: 0.27 TB/s on an H200."""
 
 
 @triton.jit
@@ -107,28 +108,36 @@ def _cast_row(x, out, scale, COLUMNS: tl.constexpr, TOP: tl.constexpr, ROW: tl.c
 
 
 @triton.jit
-def _transpose(  # type: ignore[no-untyped-def]
-    x, scale, out, out_scale, columns, ROWS: tl.constexpr, TOP: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
+def _column_amax(  # type: ignore[no-untyped-def]
+    x, scale, amax, rows, columns, turns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
 ):
     column = (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
     highest = tl.zeros((WIDTH,), tl.int32)
-    for first in range(0, ROWS, HEIGHT):
-        row = (first + tl.arange(0, HEIGHT)).to(tl.int64)
-        inside = (row < ROWS)[:, None] & (column < columns)[None, :]
+    for turn in range(turns):
+        row = ((tl.program_id(1) * turns + turn) * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
         value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        value *= tl.load(scale + row, mask=row < ROWS, other=0.0)[:, None]
+        value *= tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
         highest = tl.maximum(highest, tl.max(_bits(value), 0))
-    exponent = _exponent(highest, TOP)
-    tl.store(out_scale + column, _scale(highest, exponent), mask=column < columns)
-    for first in range(0, ROWS, HEIGHT):
-        row = (first + tl.arange(0, HEIGHT)).to(tl.int64)
-        inside = (row < ROWS)[:, None] & (column < columns)[None, :]
-        value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
-        value = tl.trans(value.to(tl.float32).to(tl.bfloat16)).to(tl.float32)  # bfloat16 holds fp8 exactly
-        value *= tl.load(scale + row, mask=row < ROWS, other=0.0)[None, :]
-        cast = (value * _factor(exponent)[:, None]).to(out.dtype.element_ty)
-        inside = (column < columns)[:, None] & (row < ROWS)[None, :]
-        tl.store(out + column[:, None] * ROWS + row[None, :], cast, mask=inside)
+    tl.atomic_max(amax + column, highest, mask=column < columns)
+
+
+@triton.jit
+def _transpose(  # type: ignore[no-untyped-def]
+    x, scale, amax, out, out_scale, rows, columns, TOP: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
+):
+    column = (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
+    row = (tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)
+    bits = tl.load(amax + column, mask=column < columns, other=0)
+    exponent = _exponent(bits, TOP)
+    if tl.program_id(1) == 0:
+        tl.store(out_scale + column, _scale(bits, exponent), mask=column < columns)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    value = tl.trans(value.to(tl.float32).to(tl.bfloat16)).to(tl.float32)  # bfloat16 holds fp8 exactly
+    value *= tl.load(scale + row, mask=row < rows, other=0.0)[None, :]
+    cast = (value * _factor(exponent)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + column[:, None] * rows + row[None, :], cast, mask=tl.trans(inside))
 
 
 @triton.jit
@@ -217,8 +226,13 @@ def transpose_fused(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         _swap[(programs,)](x.view(torch.int8), out.view(torch.int8), rows, columns, SIDE, SIDE, num_warps=SIDE_WARPS)
         return out, scale.clone()
     out_scale = torch.empty(columns, 1, dtype=torch.float32, device=x.device)
-    _transpose[(triton.cdiv(columns, COLUMNS),)](
-        x, scale, out, out_scale, columns, rows, TOP[x.dtype], min(COLUMNS, triton.next_power_of_2(rows)), COLUMNS
+    amax = torch.zeros(columns, dtype=torch.int32, device=x.device)
+    across, down = triton.cdiv(columns, SIDE), triton.cdiv(rows, SIDE)
+    _column_amax[across, triton.cdiv(down, SIDES)](
+        x, scale, amax, rows, columns, SIDES, SIDE, SIDE, num_warps=SIDE_WARPS
+    )
+    _transpose[across, down](
+        x, scale, amax, out, out_scale, rows, columns, TOP[x.dtype], SIDE, SIDE, num_warps=SIDE_WARPS
     )
     return out, out_scale
 

@@ -84,9 +84,7 @@ class Framework:
     logit_bytes: float = 6.0
     """Bytes held for each logit at the peak."""
     chunked_loss: bool = False
-    """Whether, without tensor parallelism, the loss runs over chunks of tokens and computes its gradients in the forward pass."""
-    chunks_cut_logits: bool = False
-    """Whether it does so with tensor parallelism too."""
+    """Whether the loss runs over chunks of tokens and computes its gradients in the forward pass."""
     fully_shard: bool = False
     """Whether PyTorch's `fully_shard` casts and copies sharded matrices, and accumulates their gradients (`time/copies.py`)."""
     gathers_in_place: bool = False

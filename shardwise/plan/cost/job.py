@@ -209,7 +209,6 @@ def job_of(run: Run) -> Job:
     waits = train.dtype == "float16" or train.guard == "skip"  # each step for the result of the previous one
     facts: dict[str, Any] = dict(
         chunked_loss=chunks_loss(run, gpu=gpu),
-        chunks_cut_logits=train.loss == "chunked",
         replays=replays(run, gpu=gpu),
         gathers_in_place=gathers_in_place(run, gpu=gpu),
         exchanges_gradients=may_exchange(run, gpu=gpu),

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardwise.ledger import Memory
 from shardwise.plan.cost.job import GIB, Job, Number
-from shardwise.plan.cost.operations import chunked_loss, embedding, layer, residual_bytes
+from shardwise.plan.cost.operations import embedding, layer, residual_bytes
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, layer_parameters, stage_parameters, zero_groups
 from shardwise.plan.cost.passes import recomputed_layers, recomputed_share
 from shardwise.plan.cost.rematerialization import within_budget
@@ -96,7 +96,7 @@ def loss_bytes(job: Job) -> Number:
     gradients = matrix + job.rows * job.model.hidden * job.width
     logits = job.rows * columns * job.width
     chunk = logits / np.ceil(logits / job.chunk_bytes) + gradients
-    return np.where(chunked_loss(job), chunk, whole)
+    return chunk if job.framework.chunked_loss else whole
 
 
 def workspace(job: Job, owners: dict[str, float]) -> float:

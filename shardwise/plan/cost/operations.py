@@ -292,7 +292,7 @@ def head(job: Job) -> OpList:
     """Final norm, logits and loss."""
     ops, columns = OpList(job), job.model.head_rows / job.layout.tensor
     _norm(ops, residual_tokens(job))
-    chunked = chunked_loss(job)
+    chunked = 1.0 * job.framework.chunked_loss
     _gather_sequence(ops, "head", again=1.0 - chunked)
     start = len(ops)
     ops.gemm("head", "head", job.rows, columns, job.model.hidden, high_precision=True, saved=residual_bytes(job))
@@ -301,8 +301,8 @@ def head(job: Job) -> OpList:
     if job.logprobs:  # which have their gradients in the backward pass, where the logits are recomputed
         logits = ops[start]
         ops[start] = replace(logits, seconds=_once_more(logits.seconds), flops=_once_more(logits.flops))
-    elif np.any(chunked):
-        ops[start:] = [_all_in_forward(op, chunked) for op in ops[start:]]
+    elif chunked:
+        ops[start:] = [_all_in_forward(op) for op in ops[start:]]
     ops.collective("loss", "tensor", "all_reduce", job.rows * 4.0, (3.0, 0.0, 0.0))
     return ops
 
@@ -313,17 +313,10 @@ def _once_more(passes: ByPass) -> ByPass:
     return forward, to_input + forward, to_weight
 
 
-def chunked_loss(job: Job) -> Number:
-    """1 where the loss runs over chunks of tokens, 0 where it does not."""
-    alone = np.asarray(job.layout.tensor) == 1
-    return job.framework.chunked_loss * (alone | job.framework.chunks_cut_logits)
-
-
-def _all_in_forward(op: Op, where: Number) -> Op:
-    """An op whose backward pass is done in the forward pass in the layouts where `where` is 1."""
+def _all_in_forward(op: Op) -> Op:
+    """An op whose backward pass is done in the forward pass."""
 
     def moved(passes: ByPass) -> ByPass:
-        forward, to_input, to_weight = passes
-        return forward + where * (to_input + to_weight), (1 - where) * to_input, (1 - where) * to_weight
+        return sum(passes), 0.0, 0.0
 
     return replace(op, seconds=moved(op.seconds), flops=moved(op.flops), bytes=moved(op.bytes))

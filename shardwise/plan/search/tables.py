@@ -18,7 +18,7 @@ import numpy as np
 from shardwise.plan.cost.constants import constants_of
 from shardwise.plan.cost.job import Job, overlapped, sharded_parts
 from shardwise.plan.cost.memory import buffers, gathered_layers, layer_activations, states
-from shardwise.plan.cost.operations import chunked_loss, embedding, head, layer, residual_bytes
+from shardwise.plan.cost.operations import embedding, head, layer, residual_bytes
 from shardwise.plan.cost.ops import OpList
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, ends_parameters, layer_parameters
 from shardwise.plan.cost.passes import ModuleCost, NetworkCost, passes
@@ -372,7 +372,7 @@ def rows_of(job: Job, sizes: Sizes) -> Rows:
     m, high, rows = job.model, max(4.0, job.width), every.rows
     columns = m.head_rows / sizes.tensor
     entering = rows * m.hidden * job.width  # an unchunked loss saves this rank's shard of it
-    chunked, lines = chunked_loss(every) > 0, logit_columns(np.ceil(columns))
+    chunked, lines = job.framework.chunked_loss, logit_columns(np.ceil(columns))
     matrix = 0.0 if job.adapter.used else columns * m.hidden * high
     padded = (lines != np.ceil(columns)) * lines * m.hidden * job.width
     chunks = np.ceil(rows * columns * job.width / job.chunk_bytes)
