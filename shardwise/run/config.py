@@ -239,7 +239,7 @@ class TrainConfig:
     )
     loss: Literal["auto", "plain", "chunked"] = key(
         "auto",
-        "chunked: compute logits for some tokens at a time; auto: only on GPUs in 16 bits without tensor parallelism",
+        "chunked: compute logits for some tokens at a time; auto: on GPUs in 16 bits",
     )
     loss_scale: float = key(65536.0, "float16: initial loss scale; it adapts later", above=0)
     balance_loss: float = key(0.0, "MoE: weight of the per-sequence load-balance loss", least=0)

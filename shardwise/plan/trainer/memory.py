@@ -17,7 +17,7 @@ from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.trainer import muon, state
 from shardwise.plan.trainer.rank import PlannedRank, first_ranks, planned_rank
 from shardwise.plan.trainer.saved import Saved
-from shardwise.plan.trainer.units import head_sent, head_shrinks, outer_units
+from shardwise.plan.trainer.units import head_gathered, head_sent, head_shrinks, outer_units
 from shardwise.run import Run
 from shardwise.run.derive import chunks_loss, compiles, planned_on_gpu
 from shardwise.run.sections.objective import FACTS
@@ -165,6 +165,8 @@ class _Standing(NamedTuple):
     """The owners whose bytes differ while the largest matrix is updated."""
     head_sent: float
     """Bytes that arrive, and of their sum, where the head's gradient is exchanged by itself behind the loss."""
+    head_gathered: float
+    """Bytes of the head where it is gathered by itself: gone when the layers' gradients are computed."""
 
 
 @lru_cache(maxsize=64)
@@ -179,8 +181,8 @@ def _standing(run: Run, rank: int) -> _Standing:
     )
     owners = {owner: float(size) for owner, size in own.items()}
     last, transposed = state.last_gradient(place), state.transposed_gradient(place)
-    sent = head_sent(place)
-    return _Standing(owners, last, head_shrinks(place), transposed, _left_over(place), _updating(place, stays), sent)
+    sent, shrinks = (head_sent(place), head_gathered(place)), head_shrinks(place)
+    return _Standing(owners, last, shrinks, transposed, _left_over(place), _updating(place, stays), *sent)
 
 
 def _left_over(place: PlannedRank) -> float:
@@ -278,6 +280,7 @@ def _peak(owners: dict[str, float], run: Run, same: _Alike, estimate: _Estimated
     left = same.standing.left_over
     owners = owners | {"buffers": owners["buffers"] + max(left - estimate.reduced, 0.0)}
     at_loss = owners | {"gathered": owners["gathered"] - estimate.in_layers}
+    behind_head = owners | {"gathered": owners["gathered"] - same.standing.head_gathered}
     if run.layout.pipeline == 1:
         at_loss["buffers"] += min(left, estimate.reduced)
     if run.accumulation == 1 and run.layout.pipeline == 1:
@@ -287,12 +290,12 @@ def _peak(owners: dict[str, float], run: Run, same: _Alike, estimate: _Estimated
         made = max(owners["gradients"] - same.standing.last_gradient, 0.0)
         moments = [
             at_loss | {"gradients": 0.0},
-            owners | {"activations": saved - same.behind + recomputed, "logits": 0.0, "gradients": 0.0},
-            owners | {"activations": saved / run.model.layers + recomputed, "logits": 0.0, "gradients": made},
+            behind_head | {"activations": saved - same.behind + recomputed, "logits": 0.0, "gradients": 0.0},
+            behind_head | {"activations": saved / run.model.layers + recomputed, "logits": 0.0, "gradients": made},
             at_loss | {"buffers": at_loss["buffers"] + same.standing.head_sent, "logits": 0.0, "gradients": 0.0},
         ]
         return max(moments, key=lambda moment: sum(moment.values()))
-    in_layer = owners | {"activations": owners["activations"] - shrinks + recomputed, "logits": 0.0}
+    in_layer = behind_head | {"activations": owners["activations"] - shrinks + recomputed, "logits": 0.0}
     sent = at_loss | {"buffers": at_loss["buffers"] + same.standing.head_sent, "logits": 0.0}
     return max(at_loss, in_layer, sent, key=lambda moment: sum(moment.values()))
 

@@ -49,6 +49,15 @@ def head_sent(planned: PlannedRank) -> float:
     return float(arrived * (ranks * planned.width + planned.reduce_width) * head.learns)
 
 
+def head_gathered(planned: PlannedRank) -> float:
+    """Bytes of the head where it is gathered by itself: they are freed when its gradient is there, before the layers' are."""
+    stage = planned.stages[-1]
+    if not (planned.is_sharded and stage.last and gathers_head_apart(planned.run, gpu=planned.fused)):
+        return 0.0
+    head, ranks = planned.vocabulary(stage), planned.size("zero")
+    return float(planned.gathered_shard(head, ranks) * ranks)
+
+
 def secondary_ranks(planned: PlannedRank, parameter: PlannedParameter) -> int:
     """How many ranks a layer's parameter has secondary shards over; 1 if it has none."""
     lay = planned.run.layout
