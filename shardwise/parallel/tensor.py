@@ -5,7 +5,8 @@ are split too. Embedding, head and cross-entropy are cut by vocabulary: logits a
 Parameters and activations shrink by t. Traffic per rank, layer and microbatch, forward: two all-gathers and two reduce-scatters,
 each (t-1)/t of batch x sequence x hidden elements. Backward: the same, and when the block is recomputed, both all-gathers and the
 first reduce-scatter once more (the second ends the block, and nothing needs its result). Embedding and head together: an all-gather
-and a reduce-scatter forward, and the same backward. Loss: 2(t-1)/t of 3 x batch x sequence elements, all-reduced in two messages.
+and a reduce-scatter forward, and the same backward. Loss: 2(t-1)/t of 3 x batch x sequence elements, all-reduced in two messages,
+or in two for each chunk of logits.
 Once a step: the gradients of uncut parameters (`gradients.py`).
 Parameters are plain tensors holding this rank's shard (`run/parameters.py`), not DTensors: DTensor has no layout for a vocabulary
 that does not divide evenly and is sharded again by `fully_shard`, and activations need no dispatch through it.
