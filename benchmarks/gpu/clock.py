@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,25 @@ def played(work: Work, seconds: float, load: float, pause_ms: float, cycles_per_
     return dict(load=busy / whole, round_ms=dict(of_round), ms=ms)
 
 
+def behind_a_rest(act: Callable[[], object], rest: float, cycles_per_ms: float, bins: float = 20.0) -> list[float]:
+    """Milliseconds of each call, by how long ago a rest of so many seconds ended: medians of 20 ms each, half a second long."""
+    marks = [torch.cuda.Event(enable_timing=True)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(1e3 * rest * cycles_per_ms))
+    marks[0].record()
+    while len(marks) < 600:
+        act()
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+    torch.cuda.synchronize()
+    ends = [marks[0].elapsed_time(mark) for mark in marks]
+    found: dict[int, list[float]] = defaultdict(list)
+    for before, after in pairwise(ends):
+        if after < 500:
+            found[int(before // bins)].append(after - before)
+    return [round(statistics.median(found[n]), 4) for n in sorted(found)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=1.2)
@@ -175,6 +195,11 @@ def main() -> None:
                 print(name, load, pause, f"{row['load']:.3f}", row.get("mhz"), row.get("watts"), beside, flush=True)
                 if load == 1.0:
                     print("   ", {k: round(v, 4) for k, v in row["ms"].items()}, flush=True)
+    for name in ("8192x14336x4096", "attention"):
+        act = dict(works()["layer"])[name]
+        for rest in (0.05, 0.2, 1.0):
+            rows.append(dict(work=name, rest=rest, behind_ms=behind_a_rest(act, rest, cycles)))
+            print("behind a rest", rows[-1], flush=True)
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1))
 
