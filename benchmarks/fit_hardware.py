@@ -501,7 +501,7 @@ READING = 0.2
 
 def power_table(measured: Row) -> dict[str, Any]:
     """The clock at any load, and the time of kernels at any clock, without pauses of over 10 ms: the clock rises behind them."""
-    rows = [row for row in measured["clock"] if row["pause_ms"] <= 10]
+    rows = [row for row in measured["clock"] if row.get("pause_ms", np.inf) <= 10]
     seen = np.array([row["mhz"] / measured["most_mhz"] for row in rows])
     watts, loads = (np.array([float(row[name]) for row in rows]) for name in ("watts", "load"))
     kinds = ("matmul", "attention", "memory")

@@ -4,7 +4,7 @@ When replicas synchronize rarely (`sync_every` > 1), the state of every replica 
 same names as the first one's. The state of the outer optimizer is in `outer/NAME/KEY`, including exchanges in flight. With another
 number of replicas, each continues from one of the stored replicas.
 
-The residuals that gradient compression has not sent yet are in `unsent/REPLICA/NAME/KEY`, shaped like a parameter;
+The residuals that gradient compression has not sent yet are in `residual/REPLICA/NAME/KEY`, shaped like a parameter;
 `factor/RANK/NAME` is the factor that PowerSGD's next step starts from. On the same layout a run continues bit for bit. On another
 layout, each rank finds its shards as it does for parameters. With another number of replicas, each takes an equal share of the sum
 of all residuals, so nothing is lost; and factors start anew, as with another `compress_rank`, which error feedback makes up for in
@@ -14,6 +14,7 @@ a few steps.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 
@@ -25,6 +26,8 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.run import AXES, read_run
 
 FACTOR = "factor"
+RESIDUAL, DIVIDED = "residual", "unsent"
+"""Residuals are in the scale of gradients; those of older checkpoints had been divided by the count of a full batch."""
 
 
 def own_prefix(mesh: Mesh) -> str:
@@ -88,7 +91,7 @@ def unsent_shards(state: State) -> Iterator[LocalShard]:
                 yield LocalShard(f"{FACTOR}/{mesh.rank}/{each.name}", tuple(values.shape), (0,) * values.ndim, values)
             elif first and not each.copy_of_other_stage:
                 where = local_box(each, mesh).offset
-                yield LocalShard(f"unsent/{replica}/{each.name}/{key}", each.whole, where, values)
+                yield LocalShard(f"{RESIDUAL}/{replica}/{each.name}/{key}", each.whole, where, values)
 
 
 @torch.no_grad()
@@ -106,9 +109,11 @@ def load_unsent(state: State, reader: Reader) -> None:
                 values.copy_(reader.get(name))
             if key == FACTOR:
                 continue
-            found = [f"unsent/{replica}/{each.name}/{key}" for replica in replicas]
+            mean = 1.0 if len(replicas) == 1 else 1 / mesh.size("replicate")
             values.zero_()
-            for name in (name for name in found if name in reader):
-                part = torch.empty_like(local(each.parameter.detach()))
-                reader.read_into(part, name, local_box(each, mesh).offset)
-                values.add_(part, alpha=1.0 if len(replicas) == 1 else 1 / mesh.size("replicate"))
+            for replica, (kind, scale) in product(replicas, ((RESIDUAL, 1.0), (DIVIDED, state.full_count))):
+                name = f"{kind}/{replica}/{each.name}/{key}"
+                if name in reader:
+                    part = torch.empty_like(local(each.parameter.detach()))
+                    reader.read_into(part, name, local_box(each, mesh).offset)
+                    values.add_(part, alpha=scale * mean)

@@ -63,6 +63,10 @@ class State(Network, Protocol):
     outer: Outer | None
 
     @property
+    def full_count(self) -> float:
+        """What the loss of a batch is divided by in which every token counts."""
+
+    @property
     def updates(self) -> Updates | None: ...
 
     @property

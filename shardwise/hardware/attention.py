@@ -76,13 +76,11 @@ def attention_seconds(
         kernel = kernel_on(chip, kernel)
         fitted = constants("attention", chip)[kernel][direction]["constants"]
     v_dim = head_dim if v_dim is None else v_dim
-    if (
-        kernel == "flash3"
-    ):  # cuDNN computes with keys of 192 or 256 where they are wider than 128; shares tell of narrower ones
-        head_dim = np.where(np.asarray(head_dim) > BLOCK, KEYS * np.ceil(np.divide(head_dim, KEYS)), head_dim)
     kv_heads = heads if kv_heads is None else kv_heads
     batch, heads, queries, keys = (np.asarray(value, dtype=float) for value in (batch, heads, queries, keys))
-    width = np.add(head_dim, v_dim, dtype=float)
+    # cuDNN computes with keys of 192 or 256 where they are wider than 128; the shares tell of narrower ones.
+    pads = (kernel == "flash3") & (np.asarray(head_dim) > BLOCK)
+    width = np.add(np.where(pads, KEYS * np.ceil(np.divide(head_dim, KEYS)), head_dim), v_dim, dtype=float)
     backward = direction == "backward"
     share = np.interp(width / 2, fitted["head_dims"], fitted["shares"])
     speed = chip.speed(dtype) * share * np.asarray(sustained)

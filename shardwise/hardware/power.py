@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.hardware.chips import Chip
+from shardwise.hardware.chips import Chip, find_chip
 from shardwise.hardware.efficiency import constants
 
 TRAINS = {"matmul": 0.75, "attention": 0.1, "memory": 0.15}
@@ -56,15 +56,16 @@ class Power:
             whole = busy + resting if load is None else busy / load
             drawn = sum(self.watts[kind] * value for kind, value in now.items())
             allowed = (self.limit - self.idle) * whole / np.maximum(drawn, 1e-30)
-            clock = np.minimum(1.0, allowed ** (1.0 / self.exponent))
+            clock = np.where(drawn > 0, np.minimum(1.0, allowed ** (1.0 / self.exponent)), 1.0)
         return clock
 
 
 @cache
 def power_of(chip: Chip) -> Power | None:
-    """The constants of a chip, or None."""
+    """The constants of a chip, or None; none for one with another limit than the chip whose constants they are."""
     found = constants("power", chip)
-    return Power(**found["constants"]) if found else None
+    same = found and chip.power == find_chip(chip.lender or chip.name).power and chip.clock == 1.0
+    return Power(**found["constants"]) if same else None
 
 
 @cache

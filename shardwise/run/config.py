@@ -192,7 +192,7 @@ class TrainConfig:
     )
     compile: Literal["auto", True, False] = key(
         "auto",
-        "compile each layer with torch.compile; the first step takes longer; "
+        "compile each layer and the last norm with torch.compile; the first step takes longer; "
         "auto: on GPUs in 16 bits, where no other key excludes it",
     )
     cuda_graph: Literal["auto", True, False] = key(

@@ -91,7 +91,7 @@ def chunks_loss(run: Run, *, gpu: bool) -> bool:
 
 
 def compiles(run: Run, *, gpu: bool) -> bool:
-    """Whether layers are compiled."""
+    """Whether layers and the norm in front of the head are compiled."""
     if run.train.invariant:  # a compiler may change the order of sums
         return False
     if run.train.compile != "auto":

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -265,7 +266,19 @@ def fake_process_group(rank: int, world: int) -> None:
     """Start the process group of one rank of a world that does not exist; collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    _coalesced_without_data()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+
+@cache
+def _coalesced_without_data() -> torch.library.Library:
+    """PyTorch has no kernels without data for collectives of several tensors, as it has for those of one."""
+    from torch._C._distributed_c10d import FakeWork
+
+    library = torch.library.Library("c10d", "IMPL")
+    for name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"):
+        library.impl(name, lambda *_: FakeWork().boxed(), "Meta")
+    return library  # its kernels go when it does
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

@@ -104,6 +104,11 @@ class TrainState:
         check_repeatable(self)
 
     @property
+    def full_count(self) -> float:
+        """What the loss of a batch is divided by in which every token counts."""
+        return self.objective.full_count
+
+    @property
     def all_models(self) -> list[Transformer]:
         """This rank's stages, and those of the reference model if there is one."""
         return [*self.parallel.models, *(self.reference.models if self.reference is not None else ())]

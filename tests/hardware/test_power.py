@@ -48,7 +48,7 @@ def test_the_clock_is_what_was_measured() -> None:
     power = power_of(find_chip("h200"))
     assert power is not None
     for row in measured["clock"]:
-        if row["pause_ms"] > 10:
+        if row.get("pause_ms", 11) > 10:
             continue
         clock = row["mhz"] / measured["most_mhz"]
         alone = {kind: ms / power.slower(kind, clock) for kind, ms in row["round_ms"].items()}

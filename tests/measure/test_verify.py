@@ -72,6 +72,15 @@ def test_dry_ranks_are_as_planned(model: str, layout: Layout) -> None:
     check(verify_dry(run, run.layout.world - 1), run)
 
 
+@pytest.mark.parametrize(
+    "layout", [dict(tensor=2), dict(tensor=2, pipeline=2, schedule="zb-h1"), dict(tensor=2, context=2)], ids=str
+)
+@pytest.mark.drawn(group="dry ranks")
+def test_several_rows_of_tensor_ranks_are_as_planned(layout: Layout) -> None:
+    run = cases.make_run("dense", layout, **cases.layers_for(layout), global_batch=8, microbatch=2)
+    check(verify_dry(run, run.layout.world - 1), run)
+
+
 @pytest.mark.parametrize("adapter", [name for name in cases.ADAPTERS if name])
 @pytest.mark.parametrize("layout", [dict(shard=4, expert=2, recompute="full"), dict(tensor=2, pipeline=2)], ids=str)
 @pytest.mark.drawn(group="dry ranks")

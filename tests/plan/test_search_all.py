@@ -117,7 +117,7 @@ def auto(preset: str, nodes: int, layout: Any = "auto", **train: Any) -> Run:
 def test_a_layout_by_hand_is_not_faster_than_the_best() -> None:
     """Long sequences on many devices: without a pipeline the gradients of a step of one microbatch are reduced as they come, and
     need no room beside the activations."""
-    job = dict(seq_len=131072, global_batch=128)
+    job = dict(seq_len=163840, global_batch=128)
     free = search(auto("llama3-405b", 2048, **job), keep=4)
     sizes = dict(replicate=4, shard=32, context=8, tensor=16)
     by_hand = sizes | dict(zero=1, recompute="full", context_method="ulysses", async_tensor=True)

@@ -7,7 +7,7 @@ before the host has launched the next ones waits for the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -175,16 +175,30 @@ def passes(
     """The passes of a stage, with exposed traffic and the host's share, but without ZeRO's traffic and the pipeline's. `load` is
     the share of the time in which the device computes, if that was measured without traffic; else it follows from the host. The
     higher it is, the lower is the device's clock."""
+    return together(job, [(1.0, stage)], constants, beside, load)[0]
+
+
+def together(
+    job: Job,
+    modules: Sequence[tuple[Number, ModuleCost]],
+    constants: Constants,
+    beside: Beside = NOTHING,
+    load: float | None = None,
+) -> list[Passes]:
+    """The passes of each of these modules, of which there are so many, at the clock of them all."""
     chip = job.cluster.chip
-    found = _passes(job, stage, constants, {})
+    found = [_passes(job, module, constants, {}) for _, module in modules]
     if power_of(chip) is None:
         return found
-    work = {name: found.parts[name] for name in WORK}
+    counts = [count for count, _ in modules]
+    parts = {n: sum(c * own.parts[n] for c, own in zip(counts, found, strict=True)) for n in found[0].parts}
+    work = {name: parts[name] for name in WORK}
     work["memory"] = work["memory"] + beside.copies
     if load is None:  # waiting for traffic is no rest: its kernels copy
         late = np.maximum(beside.traffic - sum(work.values()), 0.0)
-        work["memory"] = work["memory"] + late + sum(found.parts[name] for name in CATEGORIES if name not in WORK)
-    return _passes(job, stage, constants, slowed(chip, work, found.parts["host"], load))
+        work["memory"] = work["memory"] + late + sum(parts[name] for name in CATEGORIES if name not in WORK)
+    slower = slowed(chip, work, parts["host"], load)
+    return [_passes(job, module, constants, slower) for _, module in modules]
 
 
 def _passes(job: Job, stage: ModuleCost, constants: Constants, slower: Mapping[str, Number]) -> Passes:

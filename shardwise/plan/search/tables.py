@@ -21,7 +21,7 @@ from shardwise.plan.cost.memory import buffers, gathered_layers, layer_activatio
 from shardwise.plan.cost.operations import embedding, head, layer, residual_bytes
 from shardwise.plan.cost.ops import OpList
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, ends_parameters, layer_parameters
-from shardwise.plan.cost.passes import ModuleCost, NetworkCost, passes
+from shardwise.plan.cost.passes import ModuleCost, NetworkCost, together
 from shardwise.plan.search.space import Choices, Sizes, distinct
 from shardwise.plan.time.data import DataSeconds, data_seconds
 from shardwise.plan.time.step import hop_seconds
@@ -163,12 +163,13 @@ class LayerTable:
             for b, (method, overlap) in enumerate(methods):
                 network = self.networks[recompute, method]
                 job = overlapped(self._under(recompute, method), overlap)
-                for n, module in enumerate((network.dense, network.moe, network.embedding, network.head)):
-                    if n > 1 and a:  # embedding and head are not recomputed
-                        result[:, n, b, a] = result[:, n, b, 0]
-                    elif module is not None:
-                        own = passes(job, module, constants)
-                        result[:, n, b, a] = own.forward, own.backward_input, own.backward_weight
+                dense = job.model.dense_layers if job.model.experts else job.model.layers
+                counts = dense, job.model.layers - dense, 1, 1
+                every = zip(counts, (network.dense, network.moe, network.embedding, network.head), strict=True)
+                there = [(n, count, module) for n, (count, module) in enumerate(every) if module is not None]
+                found = together(job, [(count, module) for _, count, module in there], constants)
+                for (n, *_), own in zip(there, found, strict=True):
+                    result[:, n, b, a] = own.forward, own.backward_input, own.backward_weight
         return result.reshape(3, 4, len(methods), -1)
 
     @cached_property

@@ -9,7 +9,7 @@ from shardwise.plan.trainer.rank import planned_rank
 from shardwise.plan.trainer.saved import saved
 from shardwise.plan.trainer.wire import Wire
 from shardwise.run import Run
-from shardwise.run.derive import JOINED, chunk_bytes, chunk_rows
+from shardwise.run.derive import JOINED
 from shardwise.run.dtypes import INT64
 from shardwise.schedules import evictions
 
@@ -41,10 +41,7 @@ def _vocabulary(wire: Wire, shard: int) -> None:
     wire.reduce_scatter("tensor", shard, backward)
     if (not planned.run.adapter.used or planned.objective.logprobs) and not planned.chunked:
         wire.all_gather("tensor", shard, backward)  # once more in the backward pass
-    most = -(-planned.run.model.vocab // planned.size("tensor"))
-    rows = planned.tokens
-    if planned.chunked:
-        rows = chunk_rows(planned.tokens, most * planned.width, chunk_bytes(planned.run))
+    rows = planned.tokens_of_chunk if planned.chunked else planned.tokens
     teaches = wire.frozen and planned.objective.teacher
     numbers = 2 if teaches else 2 + planned.targets  # the max, the sum, and the logits of targets
     wire.all_reduce("tensor", numbers * planned.tokens * planned.high_width, n, messages=2 * -(-planned.tokens // rows))

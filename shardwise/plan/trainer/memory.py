@@ -111,7 +111,8 @@ def _rank_memory(place: PlannedRank, job: Job, estimate: _Estimated, same: _Alik
     owners["buffers"] = estimated["buffers"] + standing.transposed
     owners = {**estimated, **owners}
     updating = owners | standing.updating
-    reducing = owners | {"activations": 0.0, "logits": 0.0}
+    gathered = owners["gathered"] - standing.head_gathered
+    reducing = owners | {"activations": 0.0, "logits": 0.0, "gathered": gathered}
     both = _split_peak(place, same.saves)
     if both is not None:
         owners |= {"activations": float(both[0]), "gradients": float(both[1])}

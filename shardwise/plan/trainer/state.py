@@ -104,7 +104,7 @@ def logits(planned: PlannedRank) -> int:
         kept, at_loss = _of_targets(planned)
         return max(head + kept, at_loss) + _said_by_teacher(planned)
     if planned.chunked:  # a chunk of logits, overwritten by their gradient, and the head's matrix if cast or padded
-        some = chunk_rows(planned.tokens, rows * planned.width, chunk_bytes(planned.run))
+        some = planned.tokens_of_chunk
         return (some + planned.run.model.hidden * (planned.casts(matrix) or columns != rows)) * columns * planned.width
     # The probabilities are saved; beside them are two tensors of their size: their gradient and that of the logits.
     return 2 * planned.tokens * rows * planned.high_width
