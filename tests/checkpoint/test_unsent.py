@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cases
 import checkpoint_cases
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from parallel_pool import RankPool
 
+from shardwise.checkpoint import replicas
 from shardwise.checkpoint.resume import resume
 from shardwise.parallel.local_parameter import local_box
 from shardwise.run import Run
@@ -60,6 +62,23 @@ def test_a_run_goes_on_bit_for_bit(ranks: RankPool, tmp_path: Path, layout: dict
     ):
         assert got["losses"] == want["losses"]
         assert got["norms"] == want["norms"]
+
+
+def save_as_before(rank: int, run: Run, out: Path, steps: int) -> None:
+    """As versions did whose gradients had been divided by the count of a full batch; here the residuals have not been."""
+    with mock.patch.object(replicas, "RESIDUAL", replicas.DIVIDED):
+        checkpoint_cases.train_and_save(rank, run, out, steps)
+
+
+def test_residuals_of_older_checkpoints_are_brought_to_the_scale_of_today(ranks: RankPool, tmp_path: Path) -> None:
+    run = cases.make_run(
+        "dense", dict(replicate=2, compress="topk", compress_density=0.02), steps=LAST, layers=1, global_batch=4
+    )
+    ranks.run(2, save_as_before, run, tmp_path, BEFORE)
+    kept, resumed = ranks.run(2, unsent, run, None), ranks.run(2, unsent, run, tmp_path)
+    for before, after in zip(kept, resumed, strict=True):
+        for name, (_, _, values) in before.items():
+            np.testing.assert_allclose(after[name][2], values * run.batch_tokens, rtol=1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("after", [dict(replicate=2, shard=2), dict(replicate=4)], ids=str)
