@@ -34,8 +34,7 @@ def test_a_chip_with_another_limit_has_no_measured_power() -> None:
 
 
 def test_ranks_without_a_vocabulary_are_planned() -> None:
-    words = "model.layers=2 model.hidden=64 model.heads=4 model.kv_heads=4 model.ffn=128 model.vocab=5 layout.tensor=4"
-    run = read_run(
-        None, [*words.split(), *"train.dtype=bfloat16 train.device=cuda cluster.chip=h200 train.seq_len=64".split()]
-    )
+    words = "model.layers=2 model.hidden=64 model.heads=4 model.kv_heads=4 model.ffn=128 model.vocab=5 layout.tensor=4 "
+    words += "train.dtype=bfloat16 train.device=cuda cluster.chip=h200 train.seq_len=64"
+    run = read_run(None, words.split())
     assert all(sum(memory_of_rank(run, job_of(run), rank).values()) > 0 for rank in range(4))
