@@ -30,7 +30,7 @@ def test_signal_and_variance_are_those_of_single_sequences() -> None:
     for at in range(200):
         state.train_step(data.train.take(np.array([at])), accept=lambda loss, norm: False)
         gradients.append(np.concatenate([h.grad.numpy().ravel() for h in state.parallel.parameters]))
-    each = np.array(gradients)
+    each = np.array(gradients) / state.full_count
     assert found.variance == pytest.approx(each.var(0, ddof=1).sum(), rel=0.35)
     assert found.signal == pytest.approx((each.mean(0) ** 2).sum() - each.var(0).sum() / len(each), rel=0.35)
     assert found.critical_batch == pytest.approx(found.variance / found.signal * 16)

@@ -166,9 +166,8 @@ class LayerTable:
                 dense = job.model.dense_layers if job.model.experts else job.model.layers
                 counts = dense, job.model.layers - dense, 1, 1
                 every = zip(counts, (network.dense, network.moe, network.embedding, network.head), strict=True)
-                there = [(n, count, module) for n, (count, module) in enumerate(every) if module is not None]
-                found = together(job, [(count, module) for _, count, module in there], constants)
-                for (n, *_), own in zip(there, found, strict=True):
+                there = {n: (count, module) for n, (count, module) in enumerate(every) if module is not None}
+                for n, own in zip(there, together(job, list(there.values()), constants), strict=True):
                     result[:, n, b, a] = own.forward, own.backward_input, own.backward_weight
         return result.reshape(3, 4, len(methods), -1)
 

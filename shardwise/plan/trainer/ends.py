@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from shardwise.plan.trainer.rank import planned_rank
 from shardwise.plan.trainer.saved import saved
+from shardwise.plan.trainer.units import tokens_of_chunk
 from shardwise.plan.trainer.wire import Wire
 from shardwise.run import Run
 from shardwise.run.derive import JOINED
@@ -41,7 +42,7 @@ def _vocabulary(wire: Wire, shard: int) -> None:
     wire.reduce_scatter("tensor", shard, backward)
     if (not planned.run.adapter.used or planned.objective.logprobs) and not planned.chunked:
         wire.all_gather("tensor", shard, backward)  # once more in the backward pass
-    rows = planned.tokens_of_chunk if planned.chunked else planned.tokens
+    rows = tokens_of_chunk(planned) if planned.chunked else planned.tokens
     teaches = wire.frozen and planned.objective.teacher
     numbers = 2 if teaches else 2 + planned.targets  # the max, the sum, and the logits of targets
     wire.all_reduce("tensor", numbers * planned.tokens * planned.high_width, n, messages=2 * -(-planned.tokens // rows))

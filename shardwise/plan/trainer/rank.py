@@ -12,8 +12,6 @@ from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.plan.trainer.budgeted import recomputed
 from shardwise.run import Run
 from shardwise.run.derive import (
-    chunk_bytes,
-    chunk_rows,
     chunks_loss,
     exchanges_gradients,
     keeps_compute_copies,
@@ -174,12 +172,6 @@ class PlannedRank:
     def targets(self) -> int:
         """Target tokens at each position whose log-probabilities the loss uses."""
         return targets_of(self.run.objective, self.run.model.vocab)
-
-    @cached_property
-    def tokens_of_chunk(self) -> int:
-        """Tokens whose logits a chunked loss computes at a time: the rank with the most of the vocabulary decides."""
-        most = -(-self.run.model.vocab // self.size("tensor"))
-        return chunk_rows(self.tokens, most * self.width, chunk_bytes(self.run))
 
     @cached_property
     def chunked(self) -> bool:

@@ -13,7 +13,7 @@ from shardwise.plan.trainer import compression
 from shardwise.plan.trainer.ends import handed_bytes
 from shardwise.plan.trainer.rank import PlannedRank, planned_rank, reference_run
 from shardwise.plan.trainer.saved import Saved, recomputed_parts, saved
-from shardwise.plan.trainer.units import outer_units, secondary_bytes
+from shardwise.plan.trainer.units import outer_units, secondary_bytes, tokens_of_chunk
 from shardwise.run import Run
 from shardwise.run.axes import HOLDS_ALL
 from shardwise.run.derive import chunk_bytes, chunk_rows, forward_passes
@@ -104,7 +104,7 @@ def logits(planned: PlannedRank) -> int:
         kept, at_loss = _of_targets(planned)
         return max(head + kept, at_loss) + _said_by_teacher(planned)
     if planned.chunked:  # a chunk of logits, overwritten by their gradient, and the head's matrix if cast or padded
-        some = planned.tokens_of_chunk
+        some = tokens_of_chunk(planned)
         return (some + planned.run.model.hidden * (planned.casts(matrix) or columns != rows)) * columns * planned.width
     # The probabilities are saved; beside them are two tensors of their size: their gradient and that of the logits.
     return 2 * planned.tokens * rows * planned.high_width

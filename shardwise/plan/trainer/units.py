@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank, Stage
-from shardwise.run.derive import gathers_embedding_apart, gathers_head_apart
+from shardwise.run.derive import chunk_bytes, chunk_rows, gathers_embedding_apart, gathers_head_apart
 
 
 def outer_units(planned: PlannedRank, stage: Stage) -> list[tuple[tuple[PlannedParameter, ...], bool]]:
@@ -22,10 +22,16 @@ def outer_units(planned: PlannedRank, stage: Stage) -> list[tuple[tuple[PlannedP
     return [(head, False), (rest, False), (embedding, True)]
 
 
+def tokens_of_chunk(planned: PlannedRank) -> int:
+    """Tokens whose logits a chunked loss computes at a time: the rank with the most of the vocabulary decides."""
+    most = -(-planned.run.model.vocab // planned.size("tensor"))
+    return chunk_rows(planned.tokens, most * planned.width, chunk_bytes(planned.run))
+
+
 def head_gradient_width(planned: PlannedRank, head: PlannedParameter) -> int:
     """Bytes of an element of the head's gradient as a chunked loss makes it: in high precision where chunks add to it, where the
     head is held so, and in float16, whose range the sum over tokens may exceed."""
-    once = planned.tokens_of_chunk >= planned.tokens
+    once = tokens_of_chunk(planned) >= planned.tokens
     narrow = once and planned.is_sharded and planned.run.train.dtype == "bfloat16"
     return planned.width if narrow else planned.high_width
 
