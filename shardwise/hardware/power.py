@@ -6,8 +6,8 @@ the limit, the chip lowers its clock for all of them, until they no longer do:
     idle + sum over kinds of watts x clock^exponent x share of the time = limit
 
 Then attention takes nearly as much longer, GEMMs by half as much, since the clocks of the L2 cache and the memory stay, and passes
-over memory hardly at all. So a chip that does nothing but GEMMs makes 16% fewer of them in a second of computing than one that
-waits for traffic a third of the time. Pauses count up to some 30 ms: the limit is one of the mean over that time.
+over memory hardly at all. So a chip that does nothing but GEMMs makes 15% fewer of them in a second of computing than one that rests
+half of the time. Pauses count up to some 30 ms: the limit is one of the mean over that time.
 
 Times of kernels mean those of a chip that trains without pause (`TRAINS`): so they can be compared with those of chips of which
 nobody has measured this, which have the same speed at any load. The constants are in `efficiency.json`; `benchmarks/gpu/clock.py`
@@ -48,7 +48,7 @@ class Power:
 
     def clock(self, seconds: Mapping[str, Any], resting: Any = 0.0, load: Any = None) -> Any:
         """The clock of a chip that runs kernels of each kind for so many seconds, as they take at the highest clock, and then none
-        for `resting` seconds, or of the `load`, the share of the time in which any runs."""
+        for `resting` seconds; or, with `load`, runs them in that share of the time."""
         clock: Any = 1.0
         for _ in range(ROUNDS):
             now = {kind: value * self.slower(kind, clock) for kind, value in seconds.items()}
