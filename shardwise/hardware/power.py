@@ -6,8 +6,8 @@ the limit, the chip lowers its clock for all of them, until they no longer do:
     idle + sum over kinds of watts x clock^exponent x share of the time = limit
 
 Then attention takes nearly as much longer, GEMMs by half as much, since the clocks of the L2 cache and the memory stay, and passes
-over memory hardly at all. So a chip that does nothing but GEMMs makes 15% fewer of them in a second of computing than one that rests
-half of the time. Pauses count up to some 30 ms: the limit is one of the mean over that time.
+over memory hardly at all. So a chip that does nothing but GEMMs makes 15% fewer of them in a second of computing than one that
+rests half of the time. Pauses count up to some 30 ms: the limit is one of the mean over that time.
 
 Times of kernels mean those of a chip that trains without pause (`TRAINS`): so they can be compared with those of chips of which
 nobody has measured this, which have the same speed at any load. The constants are in `efficiency.json`; `benchmarks/gpu/clock.py`

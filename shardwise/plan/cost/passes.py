@@ -175,10 +175,10 @@ def passes(
     """The passes of a stage, with exposed traffic and the host's share, but without ZeRO's traffic and the pipeline's. `load` is
     the share of the time in which the device computes, if that was measured without traffic; else it follows from the host. The
     higher it is, the lower is the device's clock."""
-    return together(job, [(1.0, stage)], constants, beside, load)[0]
+    return passes_at_one_clock(job, [(1.0, stage)], constants, beside, load)[0]
 
 
-def together(
+def passes_at_one_clock(
     job: Job,
     modules: Sequence[tuple[Number, ModuleCost]],
     constants: Constants,

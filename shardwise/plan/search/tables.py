@@ -21,7 +21,7 @@ from shardwise.plan.cost.memory import buffers, gathered_layers, layer_activatio
 from shardwise.plan.cost.operations import embedding, head, layer, residual_bytes
 from shardwise.plan.cost.ops import OpList
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, ends_parameters, layer_parameters
-from shardwise.plan.cost.passes import ModuleCost, NetworkCost, together
+from shardwise.plan.cost.passes import ModuleCost, NetworkCost, passes_at_one_clock
 from shardwise.plan.search.space import Choices, Sizes, distinct
 from shardwise.plan.time.data import DataSeconds, data_seconds
 from shardwise.plan.time.step import hop_seconds
@@ -167,7 +167,7 @@ class LayerTable:
                 counts = dense, job.model.layers - dense, 1, 1
                 every = zip(counts, (network.dense, network.moe, network.embedding, network.head), strict=True)
                 there = {n: (count, module) for n, (count, module) in enumerate(every) if module is not None}
-                for n, own in zip(there, together(job, list(there.values()), constants), strict=True):
+                for n, own in zip(there, passes_at_one_clock(job, list(there.values()), constants), strict=True):
                     result[:, n, b, a] = own.forward, own.backward_input, own.backward_weight
         return result.reshape(3, 4, len(methods), -1)
 
