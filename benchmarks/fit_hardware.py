@@ -27,6 +27,7 @@ from shardwise.hardware.chips import CHIPS, Chip
 from shardwise.hardware.cluster import ETHERNET_LATENCY, Cluster
 from shardwise.hardware.collectives import candidates
 from shardwise.hardware.gemm import GemmConstants, model_seconds
+from shardwise.hardware.power import Power
 
 Row = dict[str, Any]
 HERE = Path(__file__).parent
@@ -242,18 +243,45 @@ def fit_grouped(
 def fit_hopper_groups(entry: Row, measured: Row) -> None:
     """Grouped products of PyTorch on an H200, and how much of the speed a long run kept."""
     chip = CHIPS["h200-sxm"]
-    points = measured["grouped"]
+    points = [p for p in measured["cool"] if p["kind"] == "grouped"]
     experts, tokens, n, k, seconds = (
         np.array([float(p[name]) for p in points]) for name in ("experts", "tokens", "n", "k", "seconds")
     )
-    fitted, report = fit_grouped(chip, GemmConstants(**entry["constants"]), experts, tokens / experts, n, k, seconds)
-    entry["constants"] = asdict(fitted)
-    entry["errors"]["grouped (PyTorch 2.11, H200)"] = report
+    layouts = np.array([p["layout"] for p in points])
+    of_weight, to_input = layouts == "NT", layouts == "NN"
+    each = tokens / experts
+    rows, columns = np.where(of_weight, k, each), np.where(to_input, k, n)
+    inner = np.where(of_weight, each, np.where(to_input, n, k))
+    plain = replace(GemmConstants(**entry["constants"]), droop=0.0)
+
+    def predict(values: Any) -> Any:
+        share = np.where(of_weight, values[1], values[0])
+        return values[2] + model_seconds(plain, chip, rows, columns, inner, "bfloat16", experts, share)
+
+    values = least_squares(
+        lambda trial: np.log(predict(trial) / seconds), [0.97, 0.9, 1e-5], [0.5, 0.5, 1e-7], [1.2, 1.2, 5e-5]
+    )
+    entry["constants"] |= dict(zip(("grouped", "grouped_weight", "grouped_start"), map(float, values), strict=True))
+    entry["errors"]["grouped (PyTorch 2.11, H200)"] = errors(predict(values), seconds)
+    fitted = GemmConstants(**entry["constants"])
     runs = measured["sustained"]
     predicted = [model_seconds(fitted, chip, run["m"], run["n"], run["k"], "bfloat16") for run in runs]
     late = [np.mean(run["seconds"][6:]) for run in runs]
     entry["sustained"] = float(np.mean(np.array(predicted) / late))
     entry["sustained_source"] = "products after some seconds without pause against these constants, H200 at 700 W"
+
+
+def exact_speed(measured: Row) -> float:
+    """Speed of an fp8 GEMM without fast accumulation relative to one with it."""
+    fast, exact = (
+        {
+            (p["m"], p["n"], p["k"], p["layout"]): p["seconds"]
+            for p in measured["cool"]
+            if p.get("fast") is way and p["scaling"] == "tensorwise"
+        }
+        for way in (True, False)
+    )
+    return float(np.median([seconds / exact[shape] for shape, seconds in fast.items()]))
 
 
 def gemm_table(folder: Path, measured: Row) -> dict[str, Any]:
@@ -272,7 +300,10 @@ def gemm_table(folder: Path, measured: Row) -> dict[str, Any]:
     }
     fit_hopper_groups(table["h200-sxm"]["bfloat16"], measured)
     for entry in (table["h100-sxm"]["bfloat16"], table["h100-sxm"]["fp8"], table["h200-sxm"]["fp8"]):
-        entry["constants"]["grouped"] = table["h200-sxm"]["bfloat16"]["constants"]["grouped"]
+        for name in ("grouped", "grouped_weight", "grouped_start"):
+            entry["constants"][name] = table["h200-sxm"]["bfloat16"]["constants"][name]
+    for name in ("h100-sxm", "h200-sxm"):
+        table[name]["fp8"]["constants"]["exact"] = exact_speed(measured)
     table["a100-pcie-80g"] = {
         "bfloat16": fit_pcie(table["a100-sxm-80g"]["bfloat16"], folder / "simumax_a100_pcie.json")
     }
@@ -497,6 +528,12 @@ def memory_table(measured: Row) -> dict[str, Any]:
 
 READING = 0.2
 """What a reading of the power counts beside one of the clock: it is a mean over less of the time."""
+WITHOUT_PAUSE = 4.0
+"""What readings without pauses count beside the others, into which the clocks of pauses are mixed."""
+
+
+KINDS = {"matmul": "matmul", "experts": "hot", "fp8": "hot", "attention": "attention", "memory": "memory"}
+"""The planner's kinds of kernels, by those of `clock.py`."""
 
 
 def power_table(measured: Row) -> dict[str, Any]:
@@ -504,48 +541,76 @@ def power_table(measured: Row) -> dict[str, Any]:
     rows = [row for row in measured["clock"] if row.get("pause_ms", np.inf) <= 10]
     seen = np.array([row["mhz"] / measured["most_mhz"] for row in rows])
     watts, loads = (np.array([float(row[name]) for row in rows]) for name in ("watts", "load"))
-    kinds = ("matmul", "attention", "memory")
-    shares = np.array(
-        [[row["round_ms"].get(kind, 0.0) / sum(row["round_ms"].values()) for kind in kinds] for row in rows]
-    )
+    kinds = tuple(dict.fromkeys(KINDS.values()))
+    shares = np.zeros((len(rows), len(kinds)))
+    for row, line in zip(rows, shares, strict=True):
+        for kind, ms in row["round_ms"].items():
+            line[kinds.index(KINDS[kind])] += ms / sum(row["round_ms"].values())
+
+    machines = np.array([row["machine"] for row in rows])
+    many = int(machines.max()) + 1  # each draws a little more or less than their mean
+
+    def split(values: Any) -> tuple[Any, Any, Any, Any]:
+        """Limit, idle power and exponent; and the power of the kernels of each row."""
+        limit, idle, exponent, *each = values
+        kernels, own = np.array(each[:-many]), np.array(each[-many:])
+        return limit, idle, exponent, loads * (shares @ kernels) * (own / own.mean())[machines]
 
     def clock(values: Any) -> Any:
-        limit, idle, exponent, *each = values
-        return np.minimum(1.0, ((limit - idle) / (loads * (shares @ np.array(each)))) ** (1 / exponent))
+        limit, idle, exponent, power = split(values)
+        return np.minimum(1.0, ((limit - idle) / power) ** (1 / exponent))
 
     def residual(values: Any) -> Any:
-        _, idle, exponent, *each = values
-        drawn = idle + loads * (shares @ np.array(each)) * seen**exponent
-        return np.concatenate((np.log(clock(values) / seen), READING * np.log(drawn / watts)))
+        _, idle, exponent, power = split(values)
+        off = np.log(clock(values) / seen), READING * np.log((idle + power * seen**exponent) / watts)
+        return np.concatenate([each * np.where(loads > 0.95, WITHOUT_PAUSE, 1.0) for each in off])
 
-    limit, idle, exponent, *each = least_squares(
-        residual, [680, 110, 1.7, 950, 740, 360], [600, 60, 1.0, 500, 300, 150], [700, 200, 3.0, 1500, 1200, 600]
+    start, low, high = (
+        [680, 110, 1.7, 950, 1000, 740, 360, *[1.0] * many],
+        [600, 60, 1.0, 500, 500, 300, 150, *[0.8] * many],
+        [700, 200, 3.0, *[1500] * 4, *[1.25] * many],
     )
-    at = clock([limit, idle, exponent, *each])
-    follows = {}
-    for kind in kinds:
-        shares_of = []
-        for name in sorted({name for row in rows for name in row["ms"] if kind_of_kernel(name) == kind}):
-            some = [n for n, row in enumerate(rows) if name in row["ms"]]
-            took = np.array([rows[n]["ms"][name] for n in some])
-            fixed, moving = np.linalg.lstsq(np.stack((np.ones(len(some)), 1 / at[some]), axis=1), took, rcond=None)[0]
-            shares_of.append(max(0.0, moving / (fixed + moving)))
-        follows[kind] = float(np.median(shares_of))
+    values = least_squares(residual, start, low, high)
+    limit, idle, exponent, *each = values
+    drawn = dict(zip(kinds, map(float, each[: len(kinds)]), strict=True))
+    told = times_by_clock(rows, kinds, float(measured["most_mhz"]))
+
+    def off(values: Any) -> Any:
+        power = Power(limit, idle, exponent, drawn, dict(zip(kinds, values[1:], strict=True)), values[0])
+        return np.concatenate([np.log(power.slower(kind, told[kind][0]) / told[kind][1]) for kind in kinds])
+
+    sharpness, *bound = least_squares(off, [10, 0.9, 0.9, 1.0, 0.6], [4, *[0.3] * 4], [30, *[1.2] * 4])
     return {
         "h200-sxm": {
             "constants": {
-                "limit": float(limit), "idle": float(idle), "exponent": float(exponent),
-                "watts": dict(zip(kinds, map(float, each), strict=True)), "follows": follows,
+                "limit": float(limit), "idle": float(idle), "exponent": float(exponent), "watts": drawn,
+                "bound": dict(zip(kinds, map(float, bound), strict=True)), "sharpness": float(sharpness),
             },
-            "source": "GEMMs, attention and copies with pauses between them, PyTorch 2.11 on an H200 (benchmarks/gpu/clock.py)",
-            "errors": {"clock": errors(at, seen)},
+            "source": "GEMMs, attention and copies with pauses between them, PyTorch 2.11 on three H200 (benchmarks/gpu/clock.py)",
+            "errors": {"clock": errors(clock(values), seen)},
         }
     }  # fmt: skip
 
 
+def times_by_clock(rows: list[Row], kinds: tuple[str, ...], most: float) -> dict[str, tuple[Any, Any]]:
+    """Of each kind the clocks, and how many times as long as at the highest clock its kernels took."""
+    found: dict[str, tuple[list[float], list[float]]] = {kind: ([], []) for kind in kinds}
+    fastest: dict[tuple[int, str], float] = {}
+    for row in rows:
+        for name, ms in row["ms"].items():
+            fastest[row["machine"], name] = min(fastest.get((row["machine"], name), np.inf), ms)
+    for row in rows:
+        for name, ms in row["ms"].items():
+            clocks, times = found[KINDS[kind_of_kernel(name)]]
+            clocks.append(row["mhz"] / most)
+            times.append(ms / fastest[row["machine"], name])
+    return {kind: (np.array(clocks), np.array(times)) for kind, (clocks, times) in found.items()}
+
+
 def kind_of_kernel(name: str) -> str:
-    """The planner's kind of a kernel that `clock.py` ran."""
-    return "memory" if name == "copy" else "attention" if name.startswith("attention") else "matmul"
+    """The kind of a kernel that `clock.py` ran."""
+    first = name.split()[0]
+    return {"copy": "memory", "attention": "attention", "experts": "experts", "fp8": "fp8"}.get(first, "matmul")
 
 
 # --- collectives ---

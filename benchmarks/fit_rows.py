@@ -239,6 +239,15 @@ def weights_of(cases: list[Case]) -> np.ndarray:
     return np.array([case.weight / sizes[case.group] ** HELD_BACK for case in cases])
 
 
+def of_one_source(names: list[str], cases: list[Case]) -> np.ndarray:
+    """Which effects are of a chip that only one of these sources has: nothing tells them from the source's."""
+    sources: dict[str, set[str]] = defaultdict(set)
+    for case in cases:
+        for name in case.names():
+            sources[name].add(case.group)
+    return np.array(["/part:" in name and len(sources[name]) == 1 for name in names])
+
+
 class Fit(NamedTuple):
     """Effects, by name."""
 
@@ -262,6 +271,7 @@ def fit(cases: list[Case], rounds: int) -> Fit:
     now = np.zeros(len(names))
     for number in range(rounds):
         residuals, columns = jacobian(cases, names, dict(zip(names, now.tolist(), strict=True)))
+        columns = columns * ~of_one_source(names, cases)
         for _ in range(3):  # outliers are weighed anew as the linear model moves
             moved = solve(residuals, columns, weights, now, scale)
             residuals, now = residuals + columns @ (moved - now), moved
@@ -289,8 +299,9 @@ def fit(cases: list[Case], rounds: int) -> Fit:
         for word in sorted(set(words)):
             kept = np.array([other != word for other in words])
             left_out, own = now.copy(), residuals.copy()
+            told = columns * ~of_one_source(names, [case for case, keep in zip(cases, kept, strict=True) if keep])
             for _ in range(6):
-                moved = solve(own[kept], columns[kept], weights[kept], left_out, scale)
+                moved = solve(own[kept], told[kept], weights[kept], left_out, scale)
                 own, left_out = own + columns @ (moved - left_out), moved
             found = dict(zip(names, left_out.tolist(), strict=True))
             result[word] = settled(left_out, kept) if settle else found

@@ -1,9 +1,10 @@
 """How fast a chip at its limit of power computes when it rests a part of the time.
 
-    python benchmarks/gpu/clock.py [--seconds 1.2] [--out FILE]
+    python benchmarks/gpu/clock.py [--seconds 1.2] [--works layer products ...] [--out FILE]
 
-Products, attention and copies, over and over, with pauses in which no kernel does anything; each kernel timed by itself, in the
-later half of the time. Prints what they take beside what they take without pauses, the clock and the power (`nvidia-smi`).
+GEMMs in 16 and 8 bits and of experts, attention and copies, over and over, with pauses in which no kernel does anything; each
+kernel timed by itself, in the later half of the time. Prints what they take beside what they take without pauses, the clock and the
+power (`nvidia-smi`).
 `benchmarks/fit_hardware.py` fits the planner's power to the rows of FILE (`clock` in `h200_kernels.json`).
 """
 
@@ -34,13 +35,32 @@ Work = list[tuple[str, Callable[[], object]]]
 
 def kind_of(name: str) -> str:
     """The planner's kind of a kernel."""
-    return "memory" if name == "copy" else "attention" if name.startswith("attention") else "matmul"
+    first = name.split()[0]
+    return {"copy": "memory", "attention": "attention", "experts": "experts", "fp8": "fp8"}.get(first, "matmul")
 
 
 def product(rows: int, columns: int, inner: int) -> Callable[[], object]:
     a, b = (torch.randn(size, inner, device="cuda", dtype=torch.bfloat16) for size in (rows, columns))
     out = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
     return lambda: torch.mm(a, b.mT, out=out)
+
+
+def fp8_product(rows: int, columns: int, inner: int, fast: bool) -> Callable[[], object]:
+    a, b = (
+        torch.randn(size, inner, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+        for size in (rows, columns)
+    )
+    one = torch.ones((), device="cuda")
+    return lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+def experts(way: str, many: int = 2, rows: int = 4096, columns: int = 14336, inner: int = 4096) -> Callable[[], object]:
+    x, y = (torch.randn(many * rows, size, device="cuda", dtype=torch.bfloat16) for size in (inner, columns))
+    weight = torch.randn(many, columns, inner, device="cuda", dtype=torch.bfloat16)
+    ends = torch.arange(1, many + 1, device="cuda", dtype=torch.int32) * rows
+    if way == "forward":
+        return lambda: torch._grouped_mm(x, weight.transpose(1, 2), ends)
+    return lambda: torch._grouped_mm(y, weight, ends) if way == "input" else torch._grouped_mm(y.t(), x, ends)
 
 
 def attention(backward: bool) -> Callable[[], object]:
@@ -74,6 +94,11 @@ def works() -> dict[str, Work]:
         "small products": small,
         "attention": [ahead, behind],
         "copies": [moved],
+        "experts": [(f"experts {way}", experts(way)) for way in ("forward", "input", "weight")],
+        "fp8 products": [
+            (f"fp8 {way}", fp8_product(8192, 14336, 4096, way == "forward"))
+            for way in ("forward", "backward", "backward")
+        ],
     }
 
 
@@ -164,6 +189,7 @@ def behind_a_rest(act: Callable[[], object], rest: float, cycles_per_ms: float, 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=1.2)
+    parser.add_argument("--works", nargs="*")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in "be")
@@ -176,9 +202,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with watched() as seen:
         for name, work in works().items():
+            if args.works and name not in args.works:
+                continue
             for _, act in work:
                 act()
-            loads = LOADS if name in ("layer", "products") else (1.0, 0.5)
+            loads = LOADS if name in ("layer", "products") else (1.0, 0.85, 0.5)
             cases = [(load, 3.0) for load in loads] + [(0.6, p) for p in PAUSES if name == "layer"]
             first: dict[str, float] = {}
             for load, pause in cases:
@@ -195,7 +223,7 @@ def main() -> None:
                 print(name, load, pause, f"{row['load']:.3f}", row.get("mhz"), row.get("watts"), beside, flush=True)
                 if load == 1.0:
                     print("   ", {k: round(v, 4) for k, v in row["ms"].items()}, flush=True)
-    for name in ("8192x14336x4096", "attention"):
+    for name in ("8192x14336x4096", "attention") if not args.works else ():
         act = dict(works()["layer"])[name]
         for rest in (0.05, 0.2, 1.0):
             rows.append(dict(work=name, rest=rest, behind_ms=behind_a_rest(act, rest, cycles)))

@@ -357,7 +357,70 @@ FIFTH: dict[str, tuple[str, int]] = {
 }
 """A fifth, chosen when the plan knew the chip's power, and before any of it was measured: of 8B to 671B parameters, on 8 to 16,384
 ranks."""
-JOBS_BESIDE_PLAN = PLANNED | UNSEEN | THIRD | FOURTH | FIFTH
+SIXTH: dict[str, tuple[str, int]] = {
+    "8b-2d": (
+        "model.preset=llama3-8b layout.tensor=2 layout.shard=4 train.global_batch=16 train.microbatch=1 train.seq_len=8192",
+        5,
+    ),
+    "13b-1f1b": (
+        "model.preset=llama2-13b layout.pipeline=4 layout.shard=4 layout.zero=1 layout.recompute=attention "
+        "train.global_batch=64 train.microbatch=1 train.seq_len=4096",
+        6,
+    ),
+    "14b-zero3": (
+        "model.preset=qwen2.5-14b layout.shard=32 layout.recompute=full train.fp8=rowwise train.global_batch=64 "
+        "train.microbatch=2 train.seq_len=4096",
+        21,
+    ),
+    "30b-replicas": (
+        "model.preset=opt-30b layout.replicate=4 layout.shard=16 layout.zero=3 layout.recompute=full train.global_batch=128 "
+        "train.microbatch=2 train.seq_len=2048",
+        40,
+    ),
+    "8b-gather": (
+        "model.preset=llama3-8b model.max_positions=65536 layout.context=4 layout.context_method=gather layout.tensor=2 "
+        "layout.shard=4 layout.recompute=full train.global_batch=4 train.microbatch=1 train.seq_len=65536",
+        19,
+    ),
+    "32b-tensorwise": (
+        "model.preset=qwen3-32b layout.tensor=4 layout.pipeline=2 layout.shard=16 layout.zero=2 layout.recompute=attention "
+        "train.fp8=tensorwise train.global_batch=128 train.microbatch=1 train.seq_len=4096",
+        77,
+    ),
+    "65b-zb": (
+        "model.preset=llama1-65b layout.tensor=8 layout.pipeline=4 layout.shard=4 layout.zero=1 layout.schedule=zb-h1 "
+        "train.global_batch=64 train.microbatch=1 train.seq_len=2048",
+        90,
+    ),
+    "72b-interleaved": (
+        "model.preset=qwen2.5-72b layout.tensor=8 layout.pipeline=4 layout.shard=32 layout.zero=1 layout.schedule=interleaved "
+        "layout.chunks=2 layout.recompute=full train.global_batch=512 train.microbatch=1 train.seq_len=4096",
+        555,
+    ),
+    "8x7b-1f1b": (
+        "model.preset=mixtral-8x7b layout.pipeline=2 layout.shard=32 layout.expert=4 layout.zero=1 layout.recompute=full "
+        "train.global_batch=256 train.microbatch=1 train.seq_len=4096",
+        50,
+    ),
+    "a3b-zero3": (
+        "model.preset=qwen3-30b-a3b layout.shard=64 layout.expert=32 layout.zero=3 layout.recompute=full "
+        "train.global_batch=128 train.microbatch=2 train.seq_len=4096",
+        37,
+    ),
+    "v3-1024": (
+        "model.preset=deepseek-v3 layout.pipeline=8 layout.shard=128 layout.expert=64 layout.zero=1 layout.recompute=full "
+        "train.global_batch=1024 train.microbatch=1 train.seq_len=4096",
+        600,
+    ),
+    "405b-zero2": (
+        "model.preset=llama3-405b layout.tensor=8 layout.pipeline=16 layout.shard=128 layout.zero=2 "
+        "layout.stages=[7,8,8,8,8,8,8,8,8,8,8,8,8,8,8,7] layout.recompute=full train.global_batch=1024 train.microbatch=1 "
+        "train.seq_len=8192",
+        11000,
+    ),
+}
+"""A sixth, chosen when the kernels of the plan were those at the highest clock, and before any of it was measured."""
+JOBS_BESIDE_PLAN = PLANNED | UNSEEN | THIRD | FOURTH | FIFTH | SIXTH
 COMMON = "train.dtype=bfloat16 cluster.chip=h200 train.device=cuda"
 MACHINE = 8
 """GPUs of a machine."""

@@ -8,7 +8,13 @@ from shardwise.hardware.chips import ALIASES, CHIPS, chip_of_driver_name, find_c
 from shardwise.hardware.cluster import Cluster, make_cluster
 from shardwise.hardware.collectives import COLLECTIVES, Collective, collective_seconds
 from shardwise.hardware.efficiency import memory_seconds
-from shardwise.hardware.gemm import alignment, gemm_seconds, grouped_gemm_seconds
+from shardwise.hardware.gemm import (
+    alignment,
+    gemm_constants,
+    gemm_seconds,
+    grouped_gemm_seconds,
+    grouped_gradient_seconds,
+)
 from shardwise.hardware.profile import Profile, load_profile
 
 __all__ = [
@@ -24,8 +30,10 @@ __all__ = [
     "chip_of_driver_name",
     "collective_seconds",
     "find_chip",
+    "gemm_constants",
     "gemm_seconds",
     "grouped_gemm_seconds",
+    "grouped_gradient_seconds",
     "kernel_on",
     "load_profile",
     "make_cluster",

@@ -16,6 +16,7 @@ import numpy as np
 
 from shardwise.hardware.chips import ITEM_BYTES, POWER_EXPONENT, Chip, find_chip
 from shardwise.hardware.efficiency import constants, lender_of
+from shardwise.hardware.power import power_of
 
 # Beyond the largest measured GEMMs, the clock droops no further.
 MOST_DOUBLINGS = 8.0
@@ -39,14 +40,23 @@ class GemmConstants:
     droop: float  # speed lost per doubling of the work beyond droop_flops: the chip reaches its power limit
     droop_flops: float
     grouped: float = 1.0  # speed of a grouped GEMM relative to a single one
+    grouped_weight: float = 0.0  # the same of one for the gradients of experts' weights; 0: likewise
+    grouped_start: float = 0.0  # seconds until its tiles are known
+    exact: float = (
+        1.0  # speed of a GEMM in fp8 without fast accumulation, as those for gradients, relative to one with it
+    )
 
 
 @cache
 def gemm_constants(chip: Chip, dtype: str) -> GemmConstants:
-    """The constants of `dtype`, or those of bfloat16 where there are none."""
+    """The constants of `dtype`, or those of bfloat16 where there are none. Where the chip's power is known, its clock is planned
+    (`power.py`), and does not droop with the work too."""
     by_dtype = constants("gemm", chip)
     entry = by_dtype.get(dtype, by_dtype["bfloat16"])["constants"]
-    return GemmConstants(**{**entry, "tiles": tuple((int(m), int(n), share) for m, n, share in entry["tiles"])})
+    planned = {} if power_of(chip) is None else {"droop": 0.0}
+    return GemmConstants(
+        **{**entry, **planned, "tiles": tuple((int(m), int(n), share) for m, n, share in entry["tiles"])}
+    )
 
 
 # Speed of a GEMM whose width is not a multiple of 128, of 16 or of 4 bytes, relative to one that is. Measured on an
@@ -101,15 +111,24 @@ def grouped_gemm_seconds(
     chip: Chip, tokens: Any, n: Any, k: Any, experts: Any, dtype: str = "bfloat16", sustained: Any = 1.0
 ) -> Any:
     """Device time of one kernel that multiplies an equal share of `tokens` rows by each expert's own k×n matrix."""
-    share = gemm_constants(chip, dtype).grouped
+    fitted = gemm_constants(chip, dtype)
     rows = np.divide(tokens, experts)
     measured = chip.profile is not None and chip.profile.measures("grouped", dtype)
     plain = replace(chip, profile=None) if measured else chip
-    seconds = gemm_seconds(plain, rows, n, k, dtype, experts, np.multiply(sustained, share))
+    seconds = gemm_seconds(plain, rows, n, k, dtype, experts, np.multiply(sustained, fitted.grouped))
+    seconds = seconds + fitted.grouped_start
     if measured:
         model, sizes = partial(grouped_gemm_seconds, dtype=dtype), (tokens, n, k, experts)
         seconds = seconds * chip.profile.factor("grouped", (dtype,), chip, sizes, model)
     return seconds
+
+
+def grouped_gradient_seconds(chip: Chip, tokens: Any, n: Any, k: Any, experts: Any, dtype: str = "bfloat16") -> Any:
+    """Device time of the kernel that multiplies an equal share of the rows of a gradient, of `n` columns, by those of each expert's
+    input, of `k`."""
+    fitted = gemm_constants(chip, dtype)
+    share = fitted.grouped_weight or fitted.grouped
+    return gemm_seconds(chip, n, k, np.divide(tokens, experts), dtype, experts, share) + fitted.grouped_start
 
 
 def model_seconds(

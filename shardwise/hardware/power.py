@@ -1,17 +1,17 @@
 """The clock of a chip at its limit of power, and how much longer its kernels take for it.
 
-GEMMs, attention and passes over memory each draw so many watts at the highest clock. Where these, averaged over the time, exceed
-the limit, the chip lowers its clock for all of them, until they no longer do:
+GEMMs, attention and passes over memory each draw so many watts at the highest clock; GEMMs of experts and in 8 bits draw more than
+others. Where these, averaged over the time, exceed the limit, the chip lowers its clock for all of them, until they no longer do:
 
     idle + sum over kinds of watts x clock^exponent x share of the time = limit
 
-Then attention takes nearly as much longer, GEMMs by half as much, since the clocks of the L2 cache and the memory stay, and passes
-over memory hardly at all. So a chip that does nothing but GEMMs makes 15% fewer of them in a second of computing than one that
+Attention takes as much longer. GEMMs do too once the clock is some 10% below the highest; above, something else bounds them, as
+it bounds passes over memory. So a chip that does nothing but GEMMs makes 15% fewer of them in a second of computing than one that
 rests half of the time. Pauses count up to some 30 ms: the limit is one of the mean over that time.
 
-Times of kernels mean those of a chip that trains without pause (`TRAINS`): so they can be compared with those of chips of which
-nobody has measured this, which have the same speed at any load. The constants are in `efficiency.json`; `benchmarks/gpu/clock.py`
-measures them.
+Times of GEMMs and attention (`gemm.py`, `attention.py`) are those at the highest clock, of calls behind rests. The factors are
+those beside a GEMM on a chip that trains without pause (`TRAINS`), so that constants mean the same as on chips of which nobody has
+measured the power. `efficiency.json` has the fitted ones; `benchmarks/gpu/clock.py` measures them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.hardware.chips import Chip, find_chip
 from shardwise.hardware.efficiency import constants
 
 TRAINS = {"matmul": 0.75, "attention": 0.1, "memory": 0.15}
-"""Shares of the time of kernels of each kind in a training step of a dense model."""
+"""Shares of the time of kernels of each kind in a training step of a dense model, at the highest clock."""
 ROUNDS = 4
 """A lower clock lets kernels run longer, at less power. Each round of the fixed point leaves some 5% of the error."""
 
@@ -40,11 +40,13 @@ class Power:
     idle: float  # W of a chip at its highest clock that runs no kernel
     exponent: float  # of the clock in the power of a kernel
     watts: Mapping[str, float]  # beyond idle, of each kind of kernel at the highest clock
-    follows: Mapping[str, float]  # share of a kernel's time that grows as the clock falls, of each kind
+    bound: Mapping[str, float]  # share of the highest clock below which the clock bounds kernels of each kind
+    sharpness: float  # how sharply it does
 
     def slower(self, kind: str, clock: Any) -> Any:
         """How many times as long kernels of a kind take at a clock, a share of the highest."""
-        return 1.0 + self.follows[kind] * (1.0 / clock - 1.0)
+        bound, sharp = self.bound[kind], self.sharpness
+        return ((1.0 + (bound / clock) ** sharp) / (1.0 + bound**sharp)) ** (1.0 / sharp)
 
     def clock(self, seconds: Mapping[str, Any], resting: Any = 0.0, load: Any = None) -> Any:
         """The clock of a chip that runs kernels of each kind for so many seconds, as they take at the highest clock, and then none
@@ -69,20 +71,17 @@ def power_of(chip: Chip) -> Power | None:
 
 
 @cache
-def training(chip: Chip) -> dict[str, float]:
-    """How many times as long as at the highest clock kernels of each kind take on a chip that trains without pause."""
+def usual(chip: Chip) -> float:
+    """How many times as long as at the highest clock GEMMs take on a chip that trains without pause."""
     power = power_of(chip)
-    if power is None:
-        return dict.fromkeys(TRAINS, 1.0)
-    clock = power.clock(TRAINS, load=1.0)
-    return {kind: float(power.slower(kind, clock)) for kind in TRAINS}
+    return 1.0 if power is None else float(power.slower("matmul", power.clock(TRAINS, load=1.0)))
 
 
 def slowed(chip: Chip, seconds: Mapping[str, Any], resting: Any = 0.0, load: Any = None) -> dict[str, Any]:
     """The factor on the time of kernels of each kind on a chip that runs them for so many seconds, and then none for `resting`
     seconds; `load` is the share of the time in which any runs, where that is known."""
-    power, usual = power_of(chip), training(chip)
+    power = power_of(chip)
     if power is None:
         return dict.fromkeys(seconds, 1.0)
-    clock = power.clock({kind: value / usual[kind] for kind, value in seconds.items()}, resting, load)
-    return {kind: power.slower(kind, clock) / usual[kind] for kind in seconds}
+    clock = power.clock(seconds, resting, load)
+    return {kind: power.slower(kind, clock) / (1.0 if kind == "memory" else usual(chip)) for kind in seconds}

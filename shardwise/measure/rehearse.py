@@ -102,7 +102,7 @@ class Rehearsal:
         return all(abs(d.relative) <= self.tolerance.get(d.name, float("inf")) for d in self.quantities)
 
     def slower(self, run: Run) -> dict[str, Any]:
-        """How many times as long kernels of each kind took as on a chip that trains without pause."""
+        """How many times as long kernels of each kind took as at the highest clock of the chip."""
         took = {d.name.removeprefix("time "): d.second for d in self.quantities if d.account == "time"}
         if not self.gpu:
             return dict.fromkeys(WORK, 1.0)

@@ -26,9 +26,14 @@ Group = dist.ProcessGroup | None
 # PyTorch 2.13 has new names for these two, and warns of the old ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-AT_ONCE = range(1, 65)
-"""Rows of a microbatch whose shards go from their places and to them in one call. Of more rows the shards are joined: the copies of
-two rows took a tenth of a step of Llama 1 33B on 4 tensor ranks."""
+AT_ONCE = 64
+"""So many rows of a microbatch have their shards sent from their places, and to them, in one call. Of more rows the shards are
+joined: the copies of two rows took a tenth of a step of Llama 1 33B on 4 tensor ranks."""
+
+
+def at_once(x: Tensor, group: dist.ProcessGroup, rows: int) -> bool:
+    """Whether one call sends these rows. gloo reads several tensors as if they were the host's, and dies of a GPU's."""
+    return rows == 1 or (1 < rows <= AT_ONCE and not (x.is_cuda and dist.get_backend(group) == "gloo"))
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -39,7 +44,7 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
         return _all_gather_op(x, group.group_name, dim, False)
     size = dist.get_world_size(group)
     rows = x.shape[:dim].numel()
-    if rows in AT_ONCE:
+    if at_once(x, group, rows):
         out = x.new_empty((*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]))
         if rows == 1:
             all_gather_single(out.view(-1), x.contiguous().view(-1), group=group)
@@ -57,7 +62,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
         return x
     size, rows = dist.get_world_size(group), x.shape[:dim].numel()
     out = x.new_empty((*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :]))
-    if rows > 1 and rows in AT_ONCE:
+    if rows > 1 and at_once(x, group, rows):
         group.reduce_scatter_tensor_coalesced([*out.view(rows, -1)], [*x.contiguous().view(rows, -1)]).wait()
         return out
     stacked = x.contiguous() if rows == 1 else torch.cat(x.chunk(size, dim=dim))

@@ -32,9 +32,8 @@ def small_run(**train: Any) -> Run:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_steps_are_those_of_casts(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     run = small_run(compile=compiled)
-    results, ends, sizes = [], [], []
+    results, second, sizes = [], [], []
     train_state = TrainState(run)
-    starts = [parameter.detach().clone() for parameter in train_state.model.parameters()]
     train_state.train_step(random_batch(run, 0)).read()  # what libraries allocate once is no one's
     del train_state
     for kept in (True, False):
@@ -45,8 +44,9 @@ def test_steps_are_those_of_casts(compiled: bool, monkeypatch: pytest.MonkeyPatc
         before = torch.cuda.memory_allocated()
         train_state = TrainState(run)
         assert sum(held.compute_copy is not None for held in train_state.parallel.parameters) == (14 if kept else 0)
-        results.append([train_state.train_step(random_batch(run, number)).read() for number in range(5)])
-        ends.append([parameter.detach().clone() for parameter in train_state.model.parameters()])
+        results.append([train_state.train_step(random_batch(run, number)).read() for number in range(2)])
+        second.append([parameter.detach().clone() for parameter in train_state.model.parameters()])
+        results[-1] += [train_state.train_step(random_batch(run, number)).read() for number in range(2, 5)]
         for held in train_state.parallel.parameters:
             if held.compute_copy is not None:
                 assert torch.equal(held.compute_copy.tensor, held.parameter.bfloat16())
@@ -55,11 +55,11 @@ def test_steps_are_those_of_casts(compiled: bool, monkeypatch: pytest.MonkeyPatc
     (mine, *later), (plain, *plain_later) = results
     assert mine[0] == plain[0]
     assert mine[1] == pytest.approx(plain[1], rel=1e-6)
-    # The norm is added up in another order. Its last digit is in what it clips, and in time in what is rounded to 16 bits.
-    for one, other in zip(later, plain_later, strict=True):
-        assert one == pytest.approx(other, rel=1e-3)
-    for one, other, start in zip(*ends, starts, strict=True):
-        assert (one - other).norm() < 0.01 * (other - start).norm()
+    for one, other in zip(*second, strict=True):  # the last digit is rounded differently
+        assert torch.allclose(one, other, rtol=2e-7, atol=1e-8)
+    # In time it is in what is rounded to 16 bits.
+    for step, other_step in zip(later, plain_later, strict=True):
+        assert step == pytest.approx(other_step, rel=1e-3)
     assert sizes[0] < 1.02 * sizes[1]
 
 

@@ -14,8 +14,10 @@ from shardwise.hardware import (
     Collective,
     alignment,
     collective_seconds,
+    gemm_constants,
     gemm_seconds,
     grouped_gemm_seconds,
+    grouped_gradient_seconds,
     memory_seconds,
 )
 from shardwise.plan.cost.job import Job, Number
@@ -38,11 +40,10 @@ RECIPES = {
     "mxfp8": (1.0, 0.0),  # by groups of 32 values, in the tensor cores
     "nvfp4": (1.0, 0.0),
 }
-OWN_RECIPES = {"rowwise": (0.92, 0.0), "tensorwise": (1.0, 1.0)}
-"""The same of this trainer, where it differs. By rows: a row is read once, and its scale is a power of two; the speed is the one
-that fits three runs on an H200 best (`benchmarks/gpu/RESULTS.md`: 4.6B, 2.9B and a rank of 8B, then -1, -6 and +5% off). By
-tensors: a profile of 8 layers of 2304 on an H200 has 0.95 ms a layer of amax and casts, where reading once and writing twice takes
-0.64."""
+OWN_RECIPES = {"rowwise": (0.99, 0.0), "tensorwise": (1.0, 1.0)}
+"""The same of this trainer, where it differs. By rows: a row is read once, and its scale is a power of two; the speed is the mean
+of forward GEMMs and those for gradients (`benchmarks/gpu/cool_kernels.py`: 1.01 and 0.97). By tensors: a profile of 8 layers of
+2304 on an H200 has 0.95 ms a layer of amax and casts, where reading once and writing twice takes 0.64."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Op:
     """Whether it belongs to the part of attention whose memory grows with the square of the sequence."""
     early_stop: bool = False
     """Whether it comes after the last tensor of its layer that the backward pass needs, so recomputation may stop before it."""
+    hot: bool = False
+    """Whether it is a GEMM of experts or in 8 bits, which draws more power than others."""
 
 
 class OpList(list[Op]):
@@ -115,9 +118,15 @@ class OpList(list[Op]):
         chip, (m, n, k) = self.job.cluster.chip, shape
         if experts is None:
             forward, to_input = gemm_seconds(chip, m, n, k, dtype), gemm_seconds(chip, m, k, n, dtype)
-            return forward, to_input, gemm_seconds(chip, k, n, m, of_weight)
-        forward, to_input = (grouped_gemm_seconds(chip, m, *each, experts, dtype) for each in ((n, k), (k, n)))
-        return forward, to_input, gemm_seconds(chip, k, n, m / experts, of_weight, count=experts)
+            to_weight = gemm_seconds(chip, k, n, m, of_weight)
+        else:
+            forward, to_input = (grouped_gemm_seconds(chip, m, *each, experts, dtype) for each in ((n, k), (k, n)))
+            to_weight = grouped_gradient_seconds(chip, m, n, k, experts, of_weight)
+        return forward, to_input / self._exact(dtype), to_weight / self._exact(of_weight)
+
+    def _exact(self, dtype: str) -> float:
+        """Relative speed of a GEMM for gradients, which in 8 bits does not accumulate fast."""
+        return gemm_constants(self.job.cluster.chip, dtype).exact if dtype == "fp8" else 1.0
 
     def _scaled(self, fp8: bool) -> float:
         """Relative speed of a GEMM, given how its inputs are scaled."""
@@ -169,6 +178,7 @@ class OpList(list[Op]):
         flops, numel = 2.0 * rows * columns * inner, columns * inner * count
         launch = 1.0 + framework.expert_host * count * (part == "experts")
         once: ByPass = (launch, launch, launch)
+        hot = fp8 or part == "experts"
         every: ByPass = (flops,) * 3
         if job.adapter.used:  # a frozen weight has no gradient, and needs no cast
             every, once, seconds = (flops, flops, 0.0), (launch, launch, 0.0), (seconds[0], seconds[1], 0.0)
@@ -177,13 +187,15 @@ class OpList(list[Op]):
             # Each 4-bit matrix is dequantized and multiplied by itself.
             apart = float(len(FUSED.get(name, (name,)))) if in_4_bits and (name != "up" or job.model.gated) else 1.0
             once = (apart * launch, apart * launch, 0.0)
-            self.append(Op(name, part, "matmul", seconds, every, NOTHING, saved, 0.0, once, early_stop=early_stop))
+            self.append(
+                Op(name, part, "matmul", seconds, every, NOTHING, saved, 0.0, once, early_stop=early_stop, hot=hot)
+            )
             if in_4_bits:
                 # In each pass one kernel reads it in 4 bits and writes it dequantized.
                 size, often = numel * (0.52 + job.width), apart / self.kernels_each
                 self.elementwise(f"{name} of 4 bits", part, size, size, early_stop=early_stop, launches=(often, often))
             return
-        self.append(Op(name, part, "matmul", seconds, every, NOTHING, saved, 0.0, once, early_stop=early_stop))
+        self.append(Op(name, part, "matmul", seconds, every, NOTHING, saved, 0.0, once, early_stop=early_stop, hot=hot))
         alone = 1.0 - job.fully_sharded[part == "experts"]
         if framework.accumulate_bytes:
             self._weight_pass(f"{name} added", part, numel * alone * self._added_bytes(), forward=False)

@@ -22,6 +22,8 @@ from shardwise.plan.cost.parameters import cast_copies, layer_parameters
 from shardwise.plan.cost.rematerialization import exposed_swap, is_routed, shares
 
 CATEGORIES = ("matmul", "attention", "memory", "tensor", "context", "expert", "offload")
+COLUMNS = (*CATEGORIES, "hot")
+"""Those of a module's seconds. `hot` are the seconds of `matmul` in GEMMs that draw more power (`hardware/power.py`)."""
 FORWARDS, RECOMPUTE, INPUTS, WEIGHTS = range(4)
 SHARPNESS = 4.0
 """How sharply a pass changes from device-bound to host-bound; on a CPU the host is the device, and the two add up."""
@@ -80,18 +82,20 @@ class ModuleCost:
     @classmethod
     def of(cls, ops: OpList, *, recomputes: bool = True) -> ModuleCost:
         """The sum of a module's ops; `recomputes`: whether the module may be recomputed."""
-        seconds: list[list[Number]] = [[0.0] * len(CATEGORIES) for _ in range(4)]
+        seconds: list[list[Number]] = [[0.0] * len(COLUMNS) for _ in range(4)]
         launches: list[Number] = [0.0] * 4
         job = ops.job
         layers = recomputed_layers(job, ops)
         for op, again in zip(ops, recomputed_shares(job, ops), strict=True):
-            column = CATEGORIES.index(op.category)
+            columns = [CATEGORIES.index(op.category), *[len(CATEGORIES)] * op.hot]
             for to, source in ((FORWARDS, FORWARD), (INPUTS, INPUT), (WEIGHTS, WEIGHT)):
-                seconds[to][column] = seconds[to][column] + op.seconds[source]
+                for column in columns:
+                    seconds[to][column] = seconds[to][column] + op.seconds[source]
                 launches[to] = launches[to] + op.launches[source]
             share = layers * again if recomputes else 0.0
             if np.any(share):
-                seconds[RECOMPUTE][column] = seconds[RECOMPUTE][column] + share * op.seconds[FORWARD]
+                for column in columns:
+                    seconds[RECOMPUTE][column] = seconds[RECOMPUTE][column] + share * op.seconds[FORWARD]
                 launches[RECOMPUTE] = launches[RECOMPUTE] + share * op.launches[FORWARD]
         if recomputes and job.memory.swaps:
             for to, late in zip((FORWARDS, RECOMPUTE), exposed_swap(job, ops, float(_saved(job, ops))), strict=True):
@@ -132,7 +136,7 @@ class NetworkCost:
     def stage(self, dense: Number, moe: Number, *, first: Number, last: Number) -> ModuleCost:
         """A stage of this many dense and MoE layers, with the embedding and the head where it has them."""
         parts = ((first, self.embedding), (dense, self.dense), (last, self.head), (moe, self.moe))
-        seconds: list[list[Number]] = [[0.0] * len(CATEGORIES) for _ in range(4)]
+        seconds: list[list[Number]] = [[0.0] * len(COLUMNS) for _ in range(4)]
         launches: list[Number] = [0.0] * 4
         for times, module in parts:
             if module is not None:
@@ -193,6 +197,9 @@ def passes_at_one_clock(
     counts = [count for count, _ in modules]
     parts = {n: sum(c * own.parts[n] for c, own in zip(counts, found, strict=True)) for n in found[0].parts}
     work = {name: parts[name] for name in WORK}
+    hot = sum(c * sum(row[-1] for row in module.seconds) for c, module in modules)
+    work["hot"] = np.minimum(hot * constants.get("matmul", 1.0), work["matmul"])
+    work["matmul"] = work["matmul"] - work["hot"]
     work["memory"] = work["memory"] + beside.copies
     if load is None:  # waiting for traffic is no rest: its kernels copy
         late = np.maximum(beside.traffic - sum(work.values()), 0.0)
@@ -202,14 +209,16 @@ def passes_at_one_clock(
 
 
 def _passes(job: Job, stage: ModuleCost, constants: Constants, slower: Mapping[str, Number]) -> Passes:
-    """The same, where work of each category takes so many times as long as on a chip that trains without pause."""
+    """The same, where work of each category takes so many times as long as at the chip's highest clock."""
     framework = job.framework
     parts: dict[str, Number] = dict.fromkeys((*CATEGORIES, "host"), 0.0)
     launch = constants["launch"] * framework.host * (1.0 - framework.graphed)
     devices, launches = [], [count * launch for count in stage.launches]
     factors = [constants.get(name, 1.0) * slower.get(name, 1.0) for name in CATEGORIES]
-    for row in stage.seconds:
+    hotter = constants.get("matmul", 1.0) * (slower.get("hot", 1.0) - slower.get("matmul", 1.0))
+    for *row, hot in stage.seconds:
         own = {name: value * factor for name, value, factor in zip(CATEGORIES, row, factors, strict=True)}
+        own["matmul"] = own["matmul"] + hotter * hot
         own["tensor"] = own["tensor"] - np.minimum(framework.tensor_overlap * own["tensor"], own["matmul"])
         if job.layout.context_method == "ring":
             own["context"] = exposed(own["context"], own["attention"], constants)

@@ -70,7 +70,11 @@ def compare_with_greedy(run: Run, layers: Sequence[int], entering: float) -> Gre
     greedy = recomputed(replace(run, layout=replace(run.layout, recompute="budget")), layers, entering)
     named = [f"{place}{word}" for place in ("", ELSEWHERE) for word in SAVED]
     ops = {moe: layer(job, routed=moe) for moe in tensors}
-    whole = {moe: sum(float(op.seconds[FORWARD]) for op in some if not op.early_stop) for moe, some in ops.items()}
+    stops = job.framework.early_stop
+    whole = {
+        moe: sum(float(op.seconds[FORWARD]) for op in some if not (stops and op.early_stop))
+        for moe, some in ops.items()
+    }
     return GreedyComparison(
         {word: count for word in named if (count := sum(word in words for words in chosen.values()))},
         sum(t.seconds for n, words in chosen.items() for word, t in tensors[m.is_moe(n)].items() if word in words),
