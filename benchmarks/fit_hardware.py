@@ -576,20 +576,35 @@ def power_table(measured: Row) -> dict[str, Any]:
     told = times_by_clock(rows, kinds, float(measured["most_mhz"]))
 
     def off(values: Any) -> Any:
-        power = Power(limit, idle, exponent, drawn, dict(zip(kinds, values[1:], strict=True)), values[0])
+        power = Power(limit, idle, exponent, drawn, dict(zip(kinds, values[1:], strict=True)), values[0], 0.0)
         return np.concatenate([np.log(power.slower(kind, told[kind][0]) / told[kind][1]) for kind in kinds])
 
     sharpness, *bound = least_squares(off, [10, 0.9, 0.9, 1.0, 0.6], [4, *[0.3] * 4], [30, *[1.2] * 4])
     return {
         "h200-sxm": {
             "constants": {
-                "limit": float(limit), "idle": float(idle), "exponent": float(exponent), "watts": drawn,
+                "limit": float(limit), "idle": float(idle), "exponent": float(exponent), "watts": drawn, "boost": boost(measured),
                 "bound": dict(zip(kinds, map(float, bound), strict=True)), "sharpness": float(sharpness),
             },
             "source": "GEMMs, attention and copies with pauses between them, PyTorch 2.11 on three H200 (benchmarks/gpu/clock.py)",
             "errors": {"clock": errors(clock(values), seen)},
         }
     }  # fmt: skip
+
+
+BIN = 0.02
+"""Seconds of a median behind a rest."""
+
+
+def boost(measured: Row) -> float:
+    """Seconds behind a rest until a chip that works without pause lowers its clock: when calls take longer than halfway between the
+    first ones and most."""
+    found = []
+    for row in measured["clock"]:
+        if "behind_ms" in row:
+            first, most = row["behind_ms"][0], float(np.median(row["behind_ms"]))
+            found.append(BIN * next(n for n, ms in enumerate(row["behind_ms"]) if ms > (first + most) / 2))
+    return float(np.median(found))
 
 
 def times_by_clock(rows: list[Row], kinds: tuple[str, ...], most: float) -> dict[str, tuple[Any, Any]]:

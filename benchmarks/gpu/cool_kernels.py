@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -140,21 +141,21 @@ def cases() -> Iterator[tuple[dict[str, Any], Callable[[], Callable[[], object]]
             continue
         for layout, (m, n, k) in of_layer(tokens, rows, columns):
             sizes = dict(m=m, n=n, k=k)
-            yield dict(kind="gemm", **sizes, layout=layout, dtype="bfloat16"), lambda s=(m, n, k, layout): gemm(*s)
+            yield dict(kind="gemm", **sizes, layout=layout, dtype="bfloat16"), partial(gemm, m, n, k, layout)
             if tokens not in (4096, 8192) or max(rows, columns) > 40_000:
                 continue
             for scaling in ("tensorwise", "rowwise"):
                 for fast in (True, False):
                     yield (
                         dict(kind="fp8", **sizes, layout=layout, scaling=scaling, fast=fast),
-                        lambda s=(m, n, k, scaling, fast): fp8_gemm(*s),
+                        partial(fp8_gemm, m, n, k, scaling, fast),
                     )
     for tokens, (experts, rows, columns) in product(TOKENS, EXPERTS):
         ends = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * (tokens // experts)
         for way in LAYOUTS:
             yield (
                 dict(kind="grouped", experts=experts, tokens=tokens, n=rows, k=columns, layout=way),
-                lambda s=(tokens, experts, rows, columns, ends, way): grouped(*s),
+                partial(grouped, tokens, experts, rows, columns, ends, way),
             )
     for (heads, kv_heads, width, values), (batch, length) in product(ATTENTION, LENGTHS):
         for backward in (False, True):
@@ -164,7 +165,7 @@ def cases() -> Iterator[tuple[dict[str, Any], Callable[[], Callable[[], object]]
             sizes = dict(batch=batch, heads=heads, kv_heads=kv_heads, queries=length, head_dim=width, v_dim=values)
             yield (
                 dict(kind="attention", **sizes, direction="backward" if backward else "forward"),
-                lambda s=(batch, length, heads, kv_heads, width, values, backward): attention(*s),
+                partial(attention, batch, length, heads, kv_heads, width, values, backward),
             )
 
 

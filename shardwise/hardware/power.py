@@ -42,6 +42,7 @@ class Power:
     watts: Mapping[str, float]  # beyond idle, of each kind of kernel at the highest clock
     bound: Mapping[str, float]  # share of the highest clock below which the clock bounds kernels of each kind
     sharpness: float  # how sharply it does
+    boost: float  # s behind a rest until a chip that works without pause lowers its clock
 
     def slower(self, kind: str, clock: Any) -> Any:
         """How many times as long kernels of a kind take at a clock, a share of the highest."""
@@ -68,6 +69,29 @@ def power_of(chip: Chip) -> Power | None:
     found = constants("power", chip)
     same = found and chip.power == find_chip(chip.lender or chip.name).power and chip.clock == 1.0
     return Power(**found["constants"]) if same else None
+
+
+class Boost:
+    """How long a chip may still compute at its highest clock, as time goes on: behind a rest for some time, which what draws less
+    than the limit gives back. It starts behind a long rest."""
+
+    def __init__(self, power: Power) -> None:
+        self.power = power
+        self.left = power.boost
+        clock = power.clock({"matmul": 1.0}, load=1.0)
+        self.gain = float(power.slower("matmul", clock))
+        self.beyond = power.idle + power.watts["matmul"] - power.limit
+
+    def rest(self, seconds: float, watts: float = 0.0) -> None:
+        """Time goes on while kernels draw so many watts beside those of an idle chip."""
+        spare = self.power.limit - self.power.idle - watts
+        self.left = min(self.power.boost, self.left + seconds * max(spare, 0.0) / self.beyond)
+
+    def compute(self, seconds: float) -> float:
+        """The seconds that GEMMs take which take so many without pause."""
+        fast = min(self.left, seconds / self.gain)
+        self.left -= fast
+        return fast + max(seconds - fast * self.gain, 0.0)
 
 
 @cache

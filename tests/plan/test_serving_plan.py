@@ -12,7 +12,9 @@ import pytest
 from engines import engine_of
 
 from shardwise.cli.main import main
+from shardwise.hardware import find_chip
 from shardwise.hardware.engine_facts import engine_facts
+from shardwise.hardware.power import power_of
 from shardwise.measure.serve_load import measure_load
 from shardwise.plan.cost.job import cluster_of
 from shardwise.plan.serving.cost import Serving
@@ -20,7 +22,7 @@ from shardwise.plan.serving.drafting import acceptance_of, tokens_a_step
 from shardwise.plan.serving.engines import FORMATS, OURS
 from shardwise.plan.serving.plan import layouts_of, plan_serving, search_serving
 from shardwise.plan.serving.pool import host_pages, serving_memory
-from shardwise.plan.serving.simulate import EngineSize, requests_of, simulate, step_sizes
+from shardwise.plan.serving.simulate import EngineSize, Stages, requests_of, simulate, step_sizes
 from shardwise.plan.serving.step_time import Spent, StepTime
 from shardwise.run import Run, UserError, read_planned, read_run
 from shardwise.run.sections.serve import ServeConfig
@@ -334,6 +336,20 @@ def test_stages_work_on_other_steps_at_a_time() -> None:
             found[stages, clients] = plan.as_dict()["output_tokens_per_s"]
     assert found[4, 1] == pytest.approx(found[1, 1], rel=0.1)
     assert 2 * found[1, 64] < found[4, 64] < 4 * found[1, 64]
+
+
+def test_prompts_behind_a_rest_are_computed_at_a_higher_clock() -> None:
+    power = power_of(find_chip("h200"))
+    assert power is not None
+    prompts, reads, stages = Spent(0.0, 0.0, 0.1, 0.1), Spent(0.0, 0.0, 0.02), Stages(1, power)
+    first = stages.run(0.0, prompts)
+    assert 0.08 < first < 0.095  # 32 prompts of 128 tokens on an H200: 86 ms, and 97 ms one after another
+    second = stages.run(0.0, prompts)
+    assert second == pytest.approx(first + 0.1)  # it waited for the first, and nothing rested
+    third = stages.run(0.0, reads)
+    assert third == pytest.approx(second + 0.02)
+    assert first < stages.run(0.0, prompts) - third < 0.1  # behind steps that read it is faster by some of that
+    assert Stages(1).run(0.0, prompts) == 0.1
 
 
 def test_experts_are_dealt_out_over_tensor_ranks() -> None:

@@ -226,7 +226,9 @@ def _moe(ops: OpList) -> None:
     held = m.experts / lay.expert
     ops.grouped_gemm("expert up", rows, 2 * width, m.hidden, held, uneven)
     if own:  # two matrices in 16 bits have a gradient each for their input
-        ops.elementwise("expert inputs added", "experts", 0.0, 3.0 * size * (np.asarray(lay.world) > 1), launches=(0.0, 1.0))
+        ops.elementwise(
+            "expert inputs added", "experts", 0.0, 3.0 * size * (np.asarray(lay.world) > 1), launches=(0.0, 1.0)
+        )
     _activation(ops, "experts", rows * width)
     ops.grouped_gemm("expert down", rows, m.hidden, width, held, uneven)
     # The backward pass does not need the experts' combined outputs: recomputation that stops early skips the combine.

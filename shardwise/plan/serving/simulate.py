@@ -12,8 +12,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from math import inf
 
+from shardwise.hardware.power import Boost, Power, power_of
 from shardwise.plan.serving.drafting import Speculation
-from shardwise.plan.serving.step_time import StepTime
+from shardwise.plan.serving.step_time import Spent, StepTime
 from shardwise.run.lengths import parse_lengths
 from shardwise.run.load import LoadRequest, draw_load
 from shardwise.run.problems import Problem, UserError, counted
@@ -37,15 +38,24 @@ class EngineSize:
 
 
 class Stages:
-    """Pipeline stages, each with an equal share of every step, and the time when each is free."""
+    """Pipeline stages, each with an equal share of every step, and the time when each is free. Behind rests, and behind steps that
+    mostly read, a chip computes at a higher clock for a while than where its steps were measured."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, power: Power | None = None) -> None:
         self.count, self._free = count, [0.0] * count
+        self._boosts = [Boost(power) for _ in range(count)] if power is not None else [None] * count
+        self._reading = power.watts["memory"] if power is not None else 0.0
 
-    def run(self, now: float, seconds: float) -> float:
-        """The end of a step that may begin at `now` and takes `seconds` on all stages together."""
-        for stage, free in enumerate(self._free):
-            now = self._free[stage] = max(now, free) + seconds / self.count
+    def run(self, now: float, spent: Spent) -> float:
+        """The end of a step that may begin at `now`."""
+        for stage, (free, boost) in enumerate(zip(self._free, self._boosts, strict=True)):
+            begin, seconds = max(now, free), spent.device / self.count
+            if boost is not None:
+                computing = spent.computing / self.count
+                boost.rest(begin - free)
+                boost.rest(seconds - computing, self._reading)
+                seconds += boost.compute(computing) - computing
+            now = self._free[stage] = begin + seconds
         return now
 
 
@@ -115,7 +125,7 @@ def simulate(
     is computed."""
     pool = PagePool(size.pages, serve.page_tokens, size.host_pages, serve.prefix_cache)
     sequences = min(serve.max_sequences, serve.max_step_tokens)
-    stages = Stages(times.serving.pipeline)
+    stages = Stages(times.serving.pipeline, power_of(times.serving.chip))
     ahead = times.gpu and stages.count == 1 and guesses is None
     kept = stages.count - 1 or int(ahead)
     settings = Settings(
@@ -188,7 +198,7 @@ def simulate(
         if step.chunks:
             host += guesses.seconds(step) if guesses is not None else 0.0
             spent = times.of(*step_sizes(step))
-            end = stages.run(host + spent.before, spent.device)
+            end = stages.run(host + spent.before, spent)
             host += spent.before + spent.launch
             launched.append((step, max(end, host)))
             fork()

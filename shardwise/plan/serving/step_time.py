@@ -38,11 +38,13 @@ COMPUTED = ("read", "matmul", "elementwise", "experts", "grouped")
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of a step: of the host before the device can begin, of the host launching single kernels, of the device."""
+    """Seconds of a step: of the host before the device can begin, of the host launching single kernels, of the device; and of those
+    the seconds that it computes without pause, which the chip's power limits."""
 
     before: float
     launch: float
     device: float
+    computing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class StepTime:
             # As long as that many prompts of one length with as many pairs of queries and keys.
             equal = sqrt(sum(count * count for _, count in chunks) / len(chunks))
             device += factor * self._prompt(len(chunks), equal) + added * layers * len(chunks)
+        computing = device if tokens > FEW else 0.0
         if any(before for before, _ in chunks):
             sizes = [(before, max(count, TILE)) for before, count in chunks]
             behind = sum(2 * before / count * self._prompt(1, count) for before, count in sizes)
@@ -114,7 +117,7 @@ class StepTime:
             device += self._curves.mixed(self._shape) * max(0.0, attention)
         device += self._pick(sampled) + self._exchange(tokens)
         before = facts.serve_mixed + decodes * facts.serve_sequence + new * facts.serve_token
-        return Spent(before, layers * facts.serve_layer, device)
+        return Spent(before, layers * facts.serve_layer, device, computing)
 
     @cached_property
     def _whole(self) -> float:
