@@ -24,7 +24,7 @@ from shardwise.model.quantized.fp8 import check_fp8, scaled_mm, use_fp8
 from shardwise.model.quantized.nf4 import Quantizer, quantize_experts_to_nf4, quantize_to_nf4
 from shardwise.model.transformer import Block, Transformer, make_stage
 from shardwise.model.varlen import has_flash
-from shardwise.parallel.activations.recompute import apply_recompute
+from shardwise.parallel.activations.recompute import apply_recompute, recomputed_blocks, recomputed_in_graph
 from shardwise.parallel.activations.swap import Swap
 from shardwise.parallel.asynchronous import AsynchronousPipeline
 from shardwise.parallel.context import apply_context
@@ -44,6 +44,7 @@ from shardwise.run.derive import (
     chunks_loss,
     compiles,
     keeps_compute_copies,
+    recomputes_in_graph,
     tunes_gemms,
     uses_varlen_attention,
 )
@@ -107,10 +108,13 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
             fp8_gemm = tuned_scaled_mm if tunes_gemms(run, gpu=gpu) else scaled_mm
             use_fp8(model.layers, run.train.fp8, gemm, fp8_gemm)
         if compiles(run, gpu=gpu):
+            inside = recomputes_in_graph(run, gpu=gpu) and not frozen
+            for block in recomputed_blocks(model, layout.recompute_every) if inside else ():
+                block.forward = recomputed_in_graph(block.forward)
             for part in (*model.layers.values(), *([model.norm] if model.norm is not None else ())):
                 part.forward = compiled(part.forward, accumulates=tunes_gemms(run, gpu=gpu), gathers=layout.tensor > 1)
         if not frozen:
-            apply_recompute(model, run, mesh.rank, observers, swap)
+            apply_recompute(model, run, mesh.rank, observers, swap, gpu=gpu)
         _cut(model, run, mesh, frozen)
         for block in model.layers.values():
             assert isinstance(block, Block)

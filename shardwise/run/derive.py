@@ -104,6 +104,15 @@ def compiles(run: Run, *, gpu: bool) -> bool:
     return gpu and low and run.layout.recompute not in REPEATS_PARTS and not run.layout.splits_backward
 
 
+def recomputes_in_graph(run: Run, *, gpu: bool) -> bool:
+    """Whether compiled layers that are recomputed are one graph with their recomputation, so that nothing is recomputed beyond what
+    the backward pass needs. Layers that are cut into several graphs are recomputed to their end: those with experts, with attention
+    over blocks of other ranks, and with GEMMs between asynchronous collectives."""
+    lay = run.layout
+    whole = not run.model.experts and not lay.async_tensor and (lay.context == 1 or lay.context_method == "ulysses")
+    return compiles(run, gpu=gpu) and lay.recompute == "full" and whole and not lay.offload
+
+
 def uses_varlen_attention(run: Run, *, gpu: bool) -> bool:
     """Whether attention takes cu_seqlens and the window, and needs no mask."""
     model = run.model

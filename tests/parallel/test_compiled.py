@@ -15,6 +15,7 @@ import layouts
 import numpy as np
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from parallel_pool import RankPool
 
 from shardwise.run import Run
@@ -66,6 +67,50 @@ def test_a_layer_of_a_replica_is_one_graph_and_so_is_the_norm(ranks: RankPool) -
     large = dict(hidden=512, ffn=1024)  # several buckets
     for found in ranks.run(2, graphs, replace(run, model=replace(run.model, **large))):
         assert len(found) == 4, found  # for training and for evaluation
+
+
+RECOMPUTED = [
+    ("dense", dict(tensor=2, recompute="full")),
+    ("dense", dict(shard=2, zero=3, recompute="full", recompute_every=2)),
+    ("dense", dict(context=2, context_method="ulysses", recompute="full")),
+    ("dense", dict(pipeline=2, tensor=2, recompute="full")),
+    ("neox", dict(tensor=2, shard=2, zero=2, recompute="full")),
+    ("latent", dict(tensor=2, recompute="full")),
+    ("window", dict(replicate=2, recompute="full")),
+    ("mixture", dict(shard=2, expert=2, recompute="full")),
+    ("dense", dict(context=2, context_method="ring", recompute="full")),
+]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[LARGE, COMPILER])])
+@pytest.mark.parametrize(("model", "layout"), RECOMPUTED, ids=str)
+@pytest.mark.drawn(group="compiled")
+def test_layers_that_are_recomputed(ranks: RankPool, model: str, layout: dict[str, Any], backend: str) -> None:
+    check(ranks, (model, layout, dict(steps=2)), backend)
+
+
+def gemms(rank: int, run: Run) -> list[int]:
+    """The GEMMs of each forward and backward graph."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    found: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        found.append(sum(str(node.target) in ("aten.mm.default", "aten.addmm.default") for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    own = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    train_anew(rank, run, lambda graph, inputs, **_: own(graph, inputs))
+    return [count for count in found if count]
+
+
+def test_the_last_gemm_of_a_layer_is_not_recomputed(ranks: RankPool) -> None:
+    """Queries, keys, values, attention's output, gate, up and down: 7, and twice as many backward."""
+    run = cases.make_run("dense", dict(tensor=2), layers=1, steps=1, compile=True)
+    again = replace(run, layout=replace(run.layout, recompute="full"))
+    for plain, recomputed in zip(ranks.run(2, gemms, run), ranks.run(2, gemms, again), strict=True):
+        assert (max(plain), max(recomputed)) == (14, 20)
 
 
 @LARGE

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -30,6 +30,7 @@ from shardwise.parallel.activations.swap import Swap
 from shardwise.parallel.observer import Observers
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run import Run
+from shardwise.run.derive import recomputes_in_graph
 from shardwise.run.saved_tensors import ELSEWHERE, quantized_tensors
 
 
@@ -75,6 +76,23 @@ def checkpoint_module(module: nn.Module, observers: Observers) -> None:
     module.forward = checkpointed
 
 
+def recomputed_in_graph(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function to be compiled, which recomputes itself in its own backward graph: only what that needs, and not its output."""
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return recomputed
+
+
+def recomputed_blocks(model: Transformer, every: int) -> list[Block]:
+    """The layers that are recomputed, if not all are."""
+    return [block for block in model.layers.values() if isinstance(block, Block)][::every]
+
+
 def parts(block: Block, kind: str) -> Iterator[nn.Module]:
     """The parts of a block that a word of `layout.recompute_operations` names."""
     if kind == "attention":
@@ -86,10 +104,12 @@ def parts(block: Block, kind: str) -> Iterator[nn.Module]:
         yield block.ffn
 
 
-def apply_recompute(model: Transformer, run: Run, rank: int, observers: Observers, swap: Swap | None = None) -> None:
-    """Recompute the modules of the layout's mode in the backward pass, or let their saved tensors wait elsewhere."""
+def apply_recompute(
+    model: Transformer, run: Run, rank: int, observers: Observers, swap: Swap | None = None, *, gpu: bool = False
+) -> None:
+    """Recompute the modules of the layout's mode in the backward pass, or let their saved tensors wait elsewhere. Layers that were
+    compiled with their recomputation stay as they are."""
     layout = run.layout
-    blocks = [block for block in model.layers.values() if isinstance(block, Block)]
     if run.memory.activation_bits:
         m = run.model
         for name, block in model.layers.items():
@@ -98,7 +118,7 @@ def apply_recompute(model: Transformer, run: Run, rank: int, observers: Observer
                 routed=m.is_moe(int(name)), parallel_block=m.parallel_block, gated=m.gated, activation=m.activation
             )
             keep_in_form(block, words, quantized_in(run.memory.activation_bits))
-    for block in blocks if run.memory.lossless else ():
+    for block in recomputed_blocks(model, 1) if run.memory.lossless else ():
         rematerialize_squares(block)
     if layout.recompute in ("budget", "optimal") or swap is not None:
         planned = PlannedRank(run, rank).recomputed
@@ -112,8 +132,8 @@ def apply_recompute(model: Transformer, run: Run, rank: int, observers: Observer
                 if swap is not None:
                     keep_in_form(block, away, swap.form)
         return
-    for block in blocks[:: layout.recompute_every]:
-        if layout.recompute == "full":
+    for block in recomputed_blocks(model, layout.recompute_every):
+        if layout.recompute == "full" and not recomputes_in_graph(run, gpu=gpu):
             checkpoint_module(block, observers)
         kinds = {"operations": layout.recompute_operations, "attention": ("attention",)}.get(layout.recompute, ())
         for kind in kinds:

@@ -187,8 +187,7 @@ FRAMEWORKS: dict[str, Framework] = {
     s.name: s
     for s in (
         _OWN,
-        # A compiled layer that is recomputed runs to its end.
-        replace(_OWN, name="shardwise-compiled", kernels="compiled", rotary_bytes=4.0, early_stop=False),
+        replace(_OWN, name="shardwise-compiled", kernels="compiled", rotary_bytes=4.0),
         _MEGATRON,
         replace(_MEGATRON, name="megatron-bf16", gradient_bytes=6.0,
                 optimizer_bytes=16.0, reduce_bytes=4.0, accumulate_bytes=12.0, bucket_bytes=3e9),

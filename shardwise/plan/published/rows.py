@@ -279,9 +279,11 @@ def job_of_row(row: Row) -> RowJob:
 
 
 def _own_job(row: Row) -> RowJob:
-    """The job of a row measured with this project's trainer: the one that its own run is planned as."""
+    """The job of a row measured with this project's trainer: the one that its own run is planned as, by the trainer of that day."""
     try:
-        return RowJob(job_of(own_run(row)), ())
+        job = job_of(own_run(row))
+        to_end = row.get("software", {}).get("recomputes_to_end", False)
+        return RowJob(replace(job, framework=replace(job.framework, early_stop=job.framework.early_stop and not to_end)), ())
     except KeyError as missing:
         raise Unsupported(f"a row of this trainer without {missing.args[0]}") from None
     except UserError as problem:
