@@ -270,12 +270,12 @@ def measure(
 
 def table(path: Path) -> None:
     """Measured beside planned. The plan's constants have seen those rows of `RUNS`, and no others."""
-    from shardwise.plan.plan import plan
-    from shardwise.plan.published.rows import own_run
+    from shardwise.plan.plan import plan_job
+    from shardwise.plan.published.rows import job_of_row, own_run
 
     print("| run | step, measured | planned | | peak memory, measured | planned | |\n|---|---|---|---|---|---|---|")
     for row in json.loads(path.read_text()):
-        account = plan(own_run(row)).account
+        account = plan_job(own_run(row), job_of_row(row).job).account
         owners = account.memory.ranks[0]
         peak = sum(size for owner, size in owners.items() if owner != "workspace") / 2**30
         seconds, gib = row["measured"]["iter_time_s"], row["measured"]["memory_gib"]

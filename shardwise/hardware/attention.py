@@ -2,8 +2,8 @@
 
 Queries are split into blocks that loop over the keys; blocks are distributed over the chip's units. Three things cost speed:
 the start and end of each block and the half-empty tiles on the diagonal of a causal mask (modelled as some extra keys); the
-tail, when the last blocks run and other units idle; and too few blocks to fill the chip. With one query per sequence, as in decode,
-the time is that of reading the keys and values.
+tail, when the last blocks run and other units idle; and too few blocks to fill the chip. Keys and values of a very long sequence
+do not stay in the L2 cache from one block to the next. With one query per sequence, as in decode, the time is that of reading them.
 
 Sources of the model: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023), FlashAttention-3 (Shah et al. 2024).
 """
@@ -23,6 +23,10 @@ Direction = Literal["forward", "backward"]
 
 BLOCK = 128  # rows of a block of queries (forward) or keys (backward)
 KEYS = 64  # widths of keys beyond a block's are padded to multiples of this (`benchmarks/gpu/attention_widths.py`)
+# How much slower blocks get for each L2 cache that the keys and values of a head fill, beyond the share that stays
+# cached besides everything else: an H200 loses nothing with 65,536 keys of 128 at its highest clock
+# (`benchmarks/gpu/cool_kernels.py`), and 8% in training steps of 131,072 (RESULTS.md). Nothing longer was measured.
+SPILL, STAYS, MOST_SPILLED = 0.13, 0.5, 1.2
 # GEMMs: the forward has two, the backward recomputes one and adds four.
 BACKWARD_FLOPS = 2.5
 # The backward reads queries, keys, values, output and its gradient, and writes three gradients.
@@ -87,6 +91,8 @@ def attention_seconds(
     longest = flops * np.minimum(queries, BLOCK) * (keys + idle_keys) / (speed / chip.units)
     blocks = batch * heads * np.ceil(queries / BLOCK)
     computing = np.where(blocks <= chip.units, np.maximum(longest, total), total + fitted["tail"] * longest)
+    held = np.where(queries > 1, ITEM_BYTES[dtype] * keys * width / chip.l2, 0.0)
+    computing = computing * (1.0 + SPILL * np.clip(held - STAYS, 0.0, MOST_SPILLED - STAYS))
 
     moved = (
         ITEM_BYTES[dtype] * batch * width * (heads * queries + kv_heads * keys) * (BACKWARD_BYTES if backward else 1.0)

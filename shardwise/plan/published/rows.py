@@ -283,7 +283,9 @@ def _own_job(row: Row) -> RowJob:
     try:
         job = job_of(own_run(row))
         to_end = row.get("software", {}).get("recomputes_to_end", False)
-        return RowJob(replace(job, framework=replace(job.framework, early_stop=job.framework.early_stop and not to_end)), ())
+        return RowJob(
+            replace(job, framework=replace(job.framework, early_stop=job.framework.early_stop and not to_end)), ()
+        )
     except KeyError as missing:
         raise Unsupported(f"a row of this trainer without {missing.args[0]}") from None
     except UserError as problem:
