@@ -109,10 +109,10 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
             use_fp8(model.layers, run.train.fp8, gemm, fp8_gemm)
         if compiles(run, gpu=gpu):
             inside = recomputes_in_graph(run, gpu=gpu) and not frozen
-            for block in recomputed_blocks(model, layout.recompute_every) if inside else ():
-                block.forward = recomputed_in_graph(block.forward)
+            again = recomputed_blocks(model, run, mesh.rank) if inside else []
             for part in (*model.layers.values(), *([model.norm] if model.norm is not None else ())):
-                part.forward = compiled(part.forward, accumulates=tunes_gemms(run, gpu=gpu), gathers=layout.tensor > 1)
+                forward = recomputed_in_graph(part.forward) if part in again else part.forward
+                part.forward = compiled(forward, accumulates=tunes_gemms(run, gpu=gpu), gathers=layout.tensor > 1)
         if not frozen:
             apply_recompute(model, run, mesh.rank, observers, swap, gpu=gpu)
         _cut(model, run, mesh, frozen)

@@ -110,7 +110,7 @@ def recomputes_in_graph(run: Run, *, gpu: bool) -> bool:
     over blocks of other ranks, and with GEMMs between asynchronous collectives."""
     lay = run.layout
     whole = not run.model.experts and not lay.async_tensor and (lay.context == 1 or lay.context_method == "ulysses")
-    return compiles(run, gpu=gpu) and lay.recompute == "full" and whole and not lay.offload
+    return compiles(run, gpu=gpu) and lay.recompute in ("full", "budget") and whole and not lay.offload
 
 
 def uses_varlen_attention(run: Run, *, gpu: bool) -> bool:

@@ -74,6 +74,7 @@ RECOMPUTED = [
     ("dense", dict(shard=2, zero=3, recompute="full", recompute_every=2)),
     ("dense", dict(context=2, context_method="ulysses", recompute="full")),
     ("dense", dict(pipeline=2, tensor=2, recompute="full")),
+    ("dense", dict(shard=2, zero=3, recompute="budget", recompute_budget=3e-4)),
     ("neox", dict(tensor=2, shard=2, zero=2, recompute="full")),
     ("latent", dict(tensor=2, recompute="full")),
     ("window", dict(replicate=2, recompute="full")),

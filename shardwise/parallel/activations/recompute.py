@@ -88,9 +88,15 @@ def recomputed_in_graph(forward: Callable[..., Any]) -> Callable[..., Any]:
     return recomputed
 
 
-def recomputed_blocks(model: Transformer, every: int) -> list[Block]:
-    """The layers that are recomputed, if not all are."""
-    return [block for block in model.layers.values() if isinstance(block, Block)][::every]
+def recomputed_blocks(model: Transformer, run: Run, rank: int) -> list[Block]:
+    """The layers that are recomputed as a whole."""
+    blocks = [(int(name), block) for name, block in model.layers.items() if isinstance(block, Block)]
+    if run.layout.recompute == "full":
+        return [block for _, block in blocks[:: run.layout.recompute_every]]
+    if run.layout.recompute != "budget":
+        return []
+    planned = PlannedRank(run, rank).recomputed
+    return [block for number, block in blocks if "block" in planned[number]]
 
 
 def parts(block: Block, kind: str) -> Iterator[nn.Module]:
@@ -109,7 +115,7 @@ def apply_recompute(
 ) -> None:
     """Recompute the modules of the layout's mode in the backward pass, or let their saved tensors wait elsewhere. Layers that were
     compiled with their recomputation stay as they are."""
-    layout = run.layout
+    layout, in_graph = run.layout, recomputes_in_graph(run, gpu=gpu)
     if run.memory.activation_bits:
         m = run.model
         for name, block in model.layers.items():
@@ -118,13 +124,15 @@ def apply_recompute(
                 routed=m.is_moe(int(name)), parallel_block=m.parallel_block, gated=m.gated, activation=m.activation
             )
             keep_in_form(block, words, quantized_in(run.memory.activation_bits))
-    for block in recomputed_blocks(model, 1) if run.memory.lossless else ():
+    blocks = [block for block in model.layers.values() if isinstance(block, Block)]
+    for block in blocks if run.memory.lossless else ():
         rematerialize_squares(block)
     if layout.recompute in ("budget", "optimal") or swap is not None:
         planned = PlannedRank(run, rank).recomputed
         for name, block in model.layers.items():
             if "block" in planned[int(name)]:
-                checkpoint_module(block, observers)
+                if not in_graph:
+                    checkpoint_module(block, observers)
             elif isinstance(block, Block):
                 words = planned[int(name)]
                 away = {word.removeprefix(ELSEWHERE) for word in words if word.startswith(ELSEWHERE)}
@@ -132,9 +140,9 @@ def apply_recompute(
                 if swap is not None:
                     keep_in_form(block, away, swap.form)
         return
-    for block in recomputed_blocks(model, layout.recompute_every):
-        if layout.recompute == "full" and not recomputes_in_graph(run, gpu=gpu):
-            checkpoint_module(block, observers)
+    for block in recomputed_blocks(model, run, rank) if not in_graph else ():
+        checkpoint_module(block, observers)
+    for block in blocks[:: layout.recompute_every]:
         kinds = {"operations": layout.recompute_operations, "attention": ("attention",)}.get(layout.recompute, ())
         for kind in kinds:
             for module in parts(block, kind):
