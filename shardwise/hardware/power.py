@@ -109,3 +109,14 @@ def slowed(chip: Chip, seconds: Mapping[str, Any], resting: Any = 0.0, load: Any
         return dict.fromkeys(seconds, 1.0)
     clock = power.clock(seconds, resting, load)
     return {kind: power.slower(kind, clock) / (1.0 if kind == "memory" else usual(chip)) for kind in seconds}
+
+
+def slowed_in(chip: Chip, took: Mapping[str, float], load: float) -> dict[str, float]:
+    """The same factors of kernels that took so many seconds, in a run in which any ran for a share `load` of the time."""
+    factors, alone = slowed(chip, took, load=load), took
+    for _ in range(ROUNDS):
+        alone = {
+            kind: value / factors[kind] / (1.0 if kind == "memory" else usual(chip)) for kind, value in took.items()
+        }
+        factors = slowed(chip, alone, load=load)
+    return {kind: float(factor) for kind, factor in factors.items()}

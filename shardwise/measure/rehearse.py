@@ -9,8 +9,7 @@ time is the time in which any kernel runs; times by kind are sums, in which kern
 of the compute time is for a chip that rests as much as it did here, since one at its limit of power clocks higher then.
 
 A rehearsal also gives a hardware profile: the GEMMs and attention of the rank, timed inside its step, with the step's effects on
-the chip's caches, as they would be on a chip that trains without pause. The planner corrects its curves with these points near
-their shapes.
+the chip's caches, less what the planner counts beside its curves. It corrects its curves with these points near their shapes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardwise.hardware import Profile, collective_seconds
 from shardwise.hardware.chips import chip_of_driver_name
-from shardwise.hardware.power import slowed
+from shardwise.hardware.power import slowed_in
 from shardwise.ledger import Difference
 from shardwise.measure.bench.machine import empty_profile
 from shardwise.measure.counts.memory import gradients_of, optimizer_of, parameters_of, unique_bytes
@@ -42,6 +41,7 @@ from shardwise.measure.stand_in import KERNELS, Hold, stand_in_collectives
 from shardwise.measure.verify import random_batch
 from shardwise.model.device import choose_device
 from shardwise.parallel.mesh import PIPELINE_GROUPS, Mesh
+from shardwise.plan.cost.constants import constants_of
 from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.cost.passes import WORK
 from shardwise.plan.time.step import rank_time
@@ -101,13 +101,17 @@ class Rehearsal:
         """Whether every judged quantity matches the plan."""
         return all(abs(d.relative) <= self.tolerance.get(d.name, float("inf")) for d in self.quantities)
 
-    def slower(self, run: Run) -> dict[str, Any]:
-        """How many times as long kernels of each kind took as at the highest clock of the chip."""
+    def beyond_curves(self, run: Run) -> dict[str, Any]:
+        """How many times as long GEMMs and attention took here as a plan's curves say, as far as the plan knows why: by the chip's
+        clock, and by its constants."""
         took = {d.name.removeprefix("time "): d.second for d in self.quantities if d.account == "time"}
         if not self.gpu:
             return dict.fromkeys(WORK, 1.0)
+        job = job_of(run)
+        constants = constants_of(job)
         work = dict(matmul=took["matmul"], attention=took["attention"], memory=took["memory and optimizer"])
-        return slowed(job_of(run).cluster.chip, work, load=min(1.0, took["compute"] / took["step"]))
+        slower = slowed_in(job.cluster.chip, work, min(1.0, took["compute"] / took["step"]))
+        return {kind: factor * constants[kind] for kind, factor in slower.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """The rehearsal as JSON data; names are stable."""
@@ -351,7 +355,7 @@ def rehearsed_profile(run: Run, rank: int, say: Say) -> Profile:
     device = choose_device(run.train.device)
     on_gpu = device.type == "cuda"
     found = rehearse(run, rank, steps=1, read=read, say=say)
-    slower = found.slower(_for_chip(run, device))
+    beyond = found.beyond_curves(_for_chip(run, device))
     if not gemms:
         raise UserError("the rehearsal ran no GEMM that the profiler saw; no profile was written")
     dtype = run.train.dtype
@@ -360,11 +364,11 @@ def rehearsed_profile(run: Run, rank: int, say: Say) -> Profile:
         gemm=tuple(
             dict(m=m, n=n, k=k, dtype=dtype, seconds=seconds, tflops=2.0 * m * n * k / seconds / 1e12)
             for (m, n, k), times in gemms.items()
-            for seconds in (statistics.median(times) / slower["matmul"],)
+            for seconds in (statistics.median(times) / beyond["matmul"],)
         ),
         attention=tuple(
             dict(batch=batch, heads=heads, queries=queries, keys=keys, head_dim=width, causal=queries == keys,
-                 kernel=kernel, direction=direction, dtype=dtype, seconds=statistics.median(times) / slower["attention"])
+                 kernel=kernel, direction=direction, dtype=dtype, seconds=statistics.median(times) / beyond["attention"])
             for (batch, heads, queries, keys, width, kernel, direction), times in attention.items()
         ),
     )  # fmt: skip

@@ -22,7 +22,9 @@ from shardwise.measure.stand_in import repeat, stand_in_collectives
 from shardwise.measure.verify import random_batch
 from shardwise.parallel.collectives import all_gather_single, reduce_scatter_single
 from shardwise.plan.cost.job import job_of
+from shardwise.plan.cost.operations import head, layer
 from shardwise.plan.plan import plan
+from shardwise.plan.time.step import prepare, step_time
 from shardwise.report.pick import agreement
 from shardwise.run import Run, UserError, read_run
 from shardwise.train.step import TrainState
@@ -207,6 +209,28 @@ def test_ranks_that_do_not_exist_and_options_that_do_not_fit_get_a_sentence(
     ):
         assert main(["verify", str(path), *wrong]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_profile_of_a_rehearsal_makes_the_plan_of_what_was_measured() -> None:
+    """GEMMs and attention of an H200 that trains without pause, divided by what the plan multiplies its curves by."""
+    words = "model.preset=llama3-8b train.dtype=bfloat16 train.device=cuda cluster.chip=h200 train.seq_len=8192"
+    run = read_run(None, [*words.split(), "train.global_batch=32", "train.microbatch=1"])
+    job = job_of(run)
+    parts = dict(step_time(prepare(job)).breakdown)
+    whole = sum(parts[name] for name in ("matmul", "attention", "memory", "optimizer"))
+    told = dict(parts, compute=whole, step=whole) | {"memory and optimizer": parts["memory"] + parts["optimizer"]}
+    found = Rehearsal(
+        0, 1, 1, tuple(Difference("time", f"time {name}", 1.0, took) for name, took in told.items()), (whole,)
+    )
+    beyond = found.beyond_curves(run)
+    for category in ("matmul", "attention"):
+        ops = [*layer(job, routed=False), *head(job)]
+        curves = sum(
+            (job.model.layers if op.part in ("attention", "ffn") else 1) * sum(op.seconds)
+            for op in ops
+            if op.category == category
+        )
+        assert parts[category] / beyond[category] == pytest.approx(32 * curves, rel=0.01)
 
 
 def test_a_rehearsal_is_a_profile_that_the_planner_takes(tmp_path: Path) -> None:
