@@ -106,11 +106,16 @@ def compiles(run: Run, *, gpu: bool) -> bool:
 
 def recomputes_in_graph(run: Run, *, gpu: bool) -> bool:
     """Whether compiled layers that are recomputed are one graph with their recomputation, so that nothing is recomputed beyond what
-    the backward pass needs. Layers that are cut into several graphs are recomputed to their end: those with experts, with attention
-    over blocks of other ranks, and with GEMMs between asynchronous collectives."""
-    lay = run.layout
-    whole = not run.model.experts and not lay.async_tensor and (lay.context == 1 or lay.context_method == "ulysses")
-    return compiles(run, gpu=gpu) and lay.recompute in ("full", "budget") and whole and not lay.offload
+    the backward pass needs."""
+    whole = compiles(run, gpu=gpu) and run.layout.recompute in ("full", "budget")
+    return whole and bool(compiled_as_one(run.model, run.layout))
+
+
+def compiled_as_one(model: ModelConfig, layout: LayoutConfig) -> Any:
+    """Whether a layer that is compiled is one graph, for sizes that are numbers or arrays. Those with experts, with attention over
+    blocks of other ranks, and with GEMMs between asynchronous collectives are cut into several."""
+    whole = not model.experts and not layout.async_tensor and not layout.offload
+    return whole & ((layout.context == 1) | (layout.context_method == "ulysses"))
 
 
 def uses_varlen_attention(run: Run, *, gpu: bool) -> bool:

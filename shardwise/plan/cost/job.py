@@ -28,7 +28,6 @@ from shardwise.run.derive import (
     keeps_compute_copies,
     may_exchange,
     planned_on_gpu,
-    recomputes_in_graph,
     replays,
 )
 from shardwise.run.dtypes import DTYPE_BYTES
@@ -214,7 +213,6 @@ def job_of(run: Run) -> Job:
         gathers_in_place=gathers_in_place(run, gpu=gpu),
         exchanges_gradients=may_exchange(run, gpu=gpu),
         keeps_compute_copies=keeps_compute_copies(run, gpu=gpu),
-        early_stop=not compiles(run, gpu=gpu) or recomputes_in_graph(run, gpu=gpu),
         runs_ahead=gpu and not waits,
         reduce_bytes=DTYPE_BYTES[train.reduce_dtype],
     )

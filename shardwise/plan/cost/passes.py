@@ -20,6 +20,7 @@ from shardwise.plan.cost.operations import embedding, head, layer, residual_byte
 from shardwise.plan.cost.ops import FORWARD, INPUT, WEIGHT, Op, OpList
 from shardwise.plan.cost.parameters import cast_copies, layer_parameters
 from shardwise.plan.cost.rematerialization import exposed_swap, is_routed, shares
+from shardwise.run.derive import compiled_as_one
 
 CATEGORIES = ("matmul", "attention", "memory", "tensor", "context", "expert", "offload")
 COLUMNS = (*CATEGORIES, "hot")
@@ -29,11 +30,14 @@ SHARPNESS = 4.0
 """How sharply a pass changes from device-bound to host-bound; on a CPU the host is the device, and the two add up."""
 
 
-def recomputed_share(job: Job, op: Op) -> float:
+def recomputed_share(job: Job, op: Op) -> Number:
     """The share of this op that the backward pass recomputes, in a layer that is recomputed."""
     lay, framework = job.layout, job.framework
     if lay.recompute in ("full", "budget"):
-        return 0.0 if op.early_stop and framework.early_stop else 1.0
+        if not op.early_stop or not framework.early_stop:
+            return 1.0
+        own = framework.family == "shardwise" and framework.kernels == "compiled"
+        return 1.0 - compiled_as_one(job.model, lay) if own else 0.0
     if lay.recompute == "attention":
         if op.core:
             return float("attention" in framework.recompute_selective)
@@ -43,7 +47,7 @@ def recomputed_share(job: Job, op: Op) -> float:
     return float(lay.recompute == "operations" and op.part in lay.recompute_operations)
 
 
-def recomputed_shares(job: Job, ops: OpList) -> list[float]:
+def recomputed_shares(job: Job, ops: OpList) -> list[Number]:
     """The recomputed share of each op of a layer; where single tensors are rematerialized, the mean over layers."""
     if job.layout.recompute != "optimal" or not any(op.name == "out" for op in ops):
         return [recomputed_share(job, op) for op in ops]

@@ -113,7 +113,7 @@ def _costed(
     name, overlap = group.methods[method]
     layers = group.layer_row[at.column]
     networks = {
-        shared: _some(group.layers.network(space.choices.recompute[mode], name, shared), layers)
+        shared: _some(group.layers.network(space.choices.recompute[mode], name, overlap, shared), layers)
         for shared in {kind[4] for kind in split.kinds}
     }
     layout = replace(job.layout, context_method=name)  # type: ignore[arg-type]

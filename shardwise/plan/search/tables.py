@@ -109,13 +109,14 @@ class LayerTable:
         self.choices, self.has_moe = choices, bool(job.model.experts)
         self.has_dense = not self.has_moe or job.model.dense_layers > 0
 
-    def _under(self, recompute: str, method: str = "ring") -> Job:
+    def _under(self, recompute: str, method: str = "ring", overlap: bool = False) -> Job:
         """The job of all rows with these choices."""
-        return replace(self.job, layout=replace(self.job.layout, recompute=recompute, context_method=method))  # type: ignore[arg-type]
+        chosen: dict[str, Any] = dict(recompute=recompute, context_method=method, async_tensor=overlap)
+        return replace(self.job, layout=replace(self.job.layout, **chosen))
 
-    def _jobs(self, recompute: str, method: str = "ring") -> Iterator[Job]:
+    def _jobs(self, recompute: str, method: str = "ring", overlap: bool = False) -> Iterator[Job]:
         """The same job for each row by itself, where a formula does not take arrays."""
-        job = self._under(recompute, method)
+        job = self._under(recompute, method, overlap)
         for n in range(self.size):
             sizes: dict[str, Any] = {key: float(getattr(job.layout, key)[n]) for key in ROW}
             assert job.sharded is not None
@@ -124,16 +125,16 @@ class LayerTable:
             yield replace(job, layout=layout, microbatch=float(job.microbatch[n]), sharded=sharded)
 
     @cached_property
-    def networks(self) -> dict[tuple[str, str], NetworkCost]:
-        """Costs by recompute mode and context method. The ops are the same under every recompute mode."""
+    def networks(self) -> dict[tuple[str, str, bool], NetworkCost]:
+        """Costs by recompute mode, context method and overlap. The ops are the same under every recompute mode."""
         found = {}
-        if self.job.memory.swaps:  # the swapped tensors are chosen layer by layer
-            for how in product(self.choices.recompute, self.choices.context_method):
+        for how in product(self.choices.recompute, self.choices.context_method, self.choices.async_tensor):
+            if self.job.memory.swaps:  # the swapped tensors are chosen layer by layer
                 found[how] = _joined([NetworkCost.of(job) for job in self._jobs(*how)])
-            return found
-        for method, modules in self._modules.items():
-            for recompute in self.choices.recompute:
-                found[recompute, method] = NetworkCost.added(self._under(recompute, method), *modules)
+            elif how[2] and how[0] not in ("full", "budget") and (*how[:2], False) in found:
+                found[how] = found[*how[:2], False]
+            else:  # compiled layers that are recomputed as a whole are not one graph where collectives overlap
+                found[how] = NetworkCost.added(self._under(*how), *self._modules[how[1]])
         return found
 
     @cached_property
@@ -146,11 +147,11 @@ class LayerTable:
             found[method] = embedding(job), dense, layer(job, routed=True) if self.has_moe else None, head(job)
         return found
 
-    def network(self, recompute: str, method: str, rank_layers: int) -> NetworkCost:
+    def network(self, recompute: str, method: str, overlap: bool, rank_layers: int) -> NetworkCost:
         """The network on a rank where `rank_layers` layers share a recompute budget; 0: no budget is shared."""
         if not rank_layers:
-            return self.networks[recompute, method]
-        under = replace(self._under(recompute, method), layers_of_rank=rank_layers)
+            return self.networks[recompute, method, overlap]
+        under = replace(self._under(recompute, method, overlap), layers_of_rank=rank_layers)
         return NetworkCost.added(under, *self._modules[method])
 
     def seconds(self, methods: Iterable[tuple[str, bool]]) -> Array:
@@ -161,8 +162,10 @@ class LayerTable:
         result = np.zeros((3, 4, len(methods), len(self.choices.recompute), self.size))
         for a, recompute in enumerate(self.choices.recompute):
             for b, (method, overlap) in enumerate(methods):
-                network = self.networks[recompute, method]
-                job = overlapped(self._under(recompute, method), overlap)
+                network, job = (
+                    self.networks[recompute, method, overlap],
+                    overlapped(self._under(recompute, method), overlap),
+                )
                 dense = job.model.dense_layers if job.model.experts else job.model.layers
                 counts = dense, job.model.layers - dense, 1, 1
                 every = zip(counts, (network.dense, network.moe, network.embedding, network.head), strict=True)
