@@ -131,10 +131,11 @@ class LayerTable:
         for how in product(self.choices.recompute, self.choices.context_method, self.choices.async_tensor):
             if self.job.memory.swaps:  # the swapped tensors are chosen layer by layer
                 found[how] = _joined([NetworkCost.of(job) for job in self._jobs(*how)])
-            elif how[2] and how[0] not in ("full", "budget") and (*how[:2], False) in found:
-                found[how] = found[*how[:2], False]
-            else:  # compiled layers that are recomputed as a whole are not one graph where collectives overlap
-                found[how] = NetworkCost.added(self._under(*how), *self._modules[how[1]])
+                continue
+            same = (
+                None if how[0] in ("full", "budget") else found.get((*how[:2], False))
+            )  # cut by overlap (`compiled_as_one`)
+            found[how] = same or NetworkCost.added(self._under(*how), *self._modules[how[1]])
         return found
 
     @cached_property
@@ -162,15 +163,13 @@ class LayerTable:
         result = np.zeros((3, 4, len(methods), len(self.choices.recompute), self.size))
         for a, recompute in enumerate(self.choices.recompute):
             for b, (method, overlap) in enumerate(methods):
-                network, job = (
-                    self.networks[recompute, method, overlap],
-                    overlapped(self._under(recompute, method), overlap),
-                )
+                network = self.networks[recompute, method, overlap]
+                job = overlapped(self._under(recompute, method), overlap)
                 dense = job.model.dense_layers if job.model.experts else job.model.layers
                 counts = dense, job.model.layers - dense, 1, 1
                 every = zip(counts, (network.dense, network.moe, network.embedding, network.head), strict=True)
                 there = {n: (count, module) for n, (count, module) in enumerate(every) if module is not None}
-                for n, own in zip(there, passes_at_one_clock(job, list(there.values()), constants), strict=True):
+                for n, own in zip(there, passes_at_one_clock(job, [*there.values()], constants), strict=True):
                     result[:, n, b, a] = own.forward, own.backward_input, own.backward_weight
         return result.reshape(3, 4, len(methods), -1)
 
