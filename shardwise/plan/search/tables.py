@@ -66,9 +66,8 @@ def stage_split(job: Job, pipeline: int, schedule: str, chunks: int) -> StageSpl
     layers = replace(job, layout=layout).stage_layers
     places = layout.placement
     shared = [0] * pipeline
-    if layout.recompute_budget:
-        for rank, own in zip(places, layers, strict=True):
-            shared[rank] += sum(own)
+    for rank, own in zip(places, layers, strict=True) if layout.recompute_budget else ():
+        shared[rank] += sum(own)
     kinds: dict[Kind, int] = {}
     stages = [
         kinds.setdefault((*own, *layout.has_ends(n), shared[rank]), len(kinds))
@@ -126,16 +125,15 @@ class LayerTable:
 
     @cached_property
     def networks(self) -> dict[tuple[str, str, bool], NetworkCost]:
-        """Costs by recompute mode, context method and overlap. The ops are the same under every recompute mode."""
+        """Costs by recompute mode, context method and overlap, which cuts layers that are recomputed (`compiled_as_one`)."""
         found = {}
         for how in product(self.choices.recompute, self.choices.context_method, self.choices.async_tensor):
             if self.job.memory.swaps:  # the swapped tensors are chosen layer by layer
                 found[how] = _joined([NetworkCost.of(job) for job in self._jobs(*how)])
-                continue
-            same = (
-                None if how[0] in ("full", "budget") else found.get((*how[:2], False))
-            )  # cut by overlap (`compiled_as_one`)
-            found[how] = same or NetworkCost.added(self._under(*how), *self._modules[how[1]])
+            elif how[0] in ("full", "budget") or not how[2] or len(self.choices.async_tensor) == 1:
+                found[how] = NetworkCost.added(self._under(*how), *self._modules[how[1]])
+            else:
+                found[how] = found[*how[:2], False]
         return found
 
     @cached_property
