@@ -53,7 +53,11 @@ from shardwise.run.parametrization import initial_factor
 from shardwise.run.ranks.boxes import box_of
 from shardwise.run.sections.adapter import NF4_BLOCK
 from shardwise.schedules import Schedule, make_schedule
-from shardwise.torch_private import cache_custom_autograd_functions, compile_layers_whole
+from shardwise.torch_private import (
+    cache_custom_autograd_functions,
+    compile_layers_whole,
+    recompute_without_random_numbers,
+)
 from shardwise.torch_private.fully_shard import sharded_parameters
 
 
@@ -160,6 +164,7 @@ def compiled(forward: Callable[..., Any], *, accumulates: bool, gathers: bool) -
     one."""
     cache_custom_autograd_functions()
     compile_layers_whole()
+    recompute_without_random_numbers()
     from shardwise.model.without_gradient import WITHOUT_GRADIENT  # imports the compiler
 
     options: dict[str, Any] = {"post_grad_custom_post_pass": WITHOUT_GRADIENT}

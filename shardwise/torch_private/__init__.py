@@ -225,6 +225,16 @@ def compile_layers_whole() -> None:
     config.optimize_ddp = False
 
 
+def recompute_without_random_numbers() -> None:
+    """Let a compiled layer recompute attention as it is. PyTorch takes it for random, since it could drop scores: it would save
+    and restore the state of a generator around each call, which a CUDA graph cannot record. Our layers draw no random numbers: what
+    they drop follows from hashes. Where this name is missing (before PyTorch 2.1), steps are as right, and slower."""
+    from torch._functorch import partitioners
+
+    if hasattr(partitioners, "has_recomputable_rng_ops"):
+        partitioners.has_recomputable_rng_ops = lambda fx_g: False
+
+
 # CUDA.
 
 

@@ -90,15 +90,15 @@ def test_layers_that_are_recomputed(ranks: RankPool, model: str, layout: dict[st
     check(ranks, (model, layout, dict(steps=2)), backend)
 
 
-def gemms(rank: int, run: Run) -> list[int]:
-    """The GEMMs of each forward and backward graph."""
+def counted(rank: int, run: Run, names: tuple[str, ...]) -> list[int]:
+    """The operators of these names in each forward and backward graph that has any."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     found: list[int] = []
 
     def count(graph: torch.fx.GraphModule, _: Any) -> Any:
-        found.append(sum(str(node.target) in ("aten.mm.default", "aten.addmm.default") for node in graph.graph.nodes))
+        found.append(sum(any(name in str(node.target) for name in names) for node in graph.graph.nodes))
         return make_boxed_func(graph.forward)
 
     own = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
@@ -110,8 +110,16 @@ def test_the_last_gemm_of_a_layer_is_not_recomputed(ranks: RankPool) -> None:
     """Queries, keys, values, attention's output, gate, up and down: 7, and twice as many backward."""
     run = cases.make_run("dense", dict(tensor=2), layers=1, steps=1, compile=True)
     again = replace(run, layout=replace(run.layout, recompute="full"))
-    for plain, recomputed in zip(ranks.run(2, gemms, run), ranks.run(2, gemms, again), strict=True):
+    gemms = ("aten.mm.default", "aten.addmm.default")
+    for plain, recomputed in zip(ranks.run(2, counted, run, gemms), ranks.run(2, counted, again, gemms), strict=True):
         assert (max(plain), max(recomputed)) == (14, 20)
+
+
+def test_recomputing_attention_saves_no_state_of_a_generator(ranks: RankPool) -> None:
+    run = cases.make_run("dense", dict(recompute="full"), layers=1, steps=1, compile=True)
+    attention, state = ranks.run(1, counted, run, ("scaled_dot_product",))[0], ranks.run(1, counted, run, ("rng",))[0]
+    assert attention
+    assert not state
 
 
 @LARGE
