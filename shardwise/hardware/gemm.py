@@ -42,9 +42,7 @@ class GemmConstants:
     grouped: float = 1.0  # speed of a grouped GEMM relative to a single one
     grouped_weight: float = 0.0  # the same of one for the gradients of experts' weights; 0: likewise
     grouped_start: float = 0.0  # seconds until its tiles are known
-    exact: float = (
-        1.0  # speed of a GEMM in fp8 without fast accumulation, as those for gradients, relative to one with it
-    )
+    exact: float = 1.0  # speed of a GEMM in fp8 without fast accumulation, as for gradients, relative to one with it
 
 
 @cache

@@ -90,6 +90,12 @@ def test_layers_that_are_recomputed(ranks: RankPool, model: str, layout: dict[st
     check(ranks, (model, layout, dict(steps=2)), backend)
 
 
+@pytest.mark.drawn(group="compiled")
+def test_adapters_of_layers_that_are_recomputed(ranks: RankPool) -> None:
+    """Their dropout is that of the forward pass."""
+    check(ranks, ("dense", dict(tensor=2, recompute="full"), dict(steps=2, adapter="lora dropout")), "aot_eager")
+
+
 def counted(rank: int, run: Run, names: tuple[str, ...]) -> list[int]:
     """The operators of these names in each forward and backward graph that has any."""
     from torch._dynamo.backends.common import aot_autograd
