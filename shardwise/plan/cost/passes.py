@@ -25,6 +25,7 @@ from shardwise.run.derive import compiled_as_one
 CATEGORIES = ("matmul", "attention", "memory", "tensor", "context", "expert", "offload")
 COLUMNS = (*CATEGORIES, "hot")
 """Those of a module's seconds. `hot` are the seconds of `matmul` in GEMMs that draw more power (`hardware/power.py`)."""
+HOT = COLUMNS.index("hot")
 FORWARDS, RECOMPUTE, INPUTS, WEIGHTS = range(4)
 SHARPNESS = 4.0
 """How sharply a pass changes from device-bound to host-bound; on a CPU the host is the device, and the two add up."""
@@ -91,7 +92,7 @@ class ModuleCost:
         job = ops.job
         layers = recomputed_layers(job, ops)
         for op, again in zip(ops, recomputed_shares(job, ops), strict=True):
-            columns = [CATEGORIES.index(op.category), *[len(CATEGORIES)] * op.hot]
+            columns = [COLUMNS.index(op.category), *[HOT] * op.hot]
             for to, source in ((FORWARDS, FORWARD), (INPUTS, INPUT), (WEIGHTS, WEIGHT)):
                 for column in columns:
                     seconds[to][column] = seconds[to][column] + op.seconds[source]
@@ -201,7 +202,7 @@ def passes_at_one_clock(
     counts = [count for count, _ in modules]
     parts = {n: sum(c * own.parts[n] for c, own in zip(counts, found, strict=True)) for n in found[0].parts}
     work = {name: parts[name] for name in WORK}
-    hot = sum(c * sum(row[-1] for row in module.seconds) for c, module in modules)
+    hot = sum(c * sum(row[HOT] for row in module.seconds) for c, module in modules)
     work["hot"] = np.minimum(hot * constants.get("matmul", 1.0), work["matmul"])
     work["matmul"] = work["matmul"] - work["hot"]
     work["memory"] = work["memory"] + beside.copies
