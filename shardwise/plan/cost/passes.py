@@ -214,7 +214,7 @@ def passes_at_one_clock(
 
 
 def _passes(job: Job, stage: ModuleCost, constants: Constants, slower: Mapping[str, Number]) -> Passes:
-    """The same, where work of each category takes so many times as long as at the chip's highest clock."""
+    """The same, where work of each category takes so many times as long as its curves say."""
     framework = job.framework
     parts: dict[str, Number] = dict.fromkeys((*CATEGORIES, "host"), 0.0)
     launch = constants["launch"] * framework.host * (1.0 - framework.graphed)
